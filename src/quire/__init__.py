@@ -1,0 +1,54 @@
+"""Quire: a JAX-native inference engine for language models on a paged KV cache.
+
+Importing the package loads nothing heavy: each public name is fetched from its module on first use, so
+`quire.core` can be imported and tested in a process where jax is not installed.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quire.config import EngineConfig, ModelConfig
+    from quire.core.errors import AuditError
+    from quire.engine import Engine
+    from quire.llm import LLM
+    from quire.outputs import CompletionOutput, RequestOutput
+    from quire.request import FinishReason, Request, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AuditError": "quire.core.errors",
+    "CompletionOutput": "quire.outputs",
+    "Engine": "quire.engine",
+    "EngineConfig": "quire.config",
+    "FinishReason": "quire.request",
+    "LLM": "quire.llm",
+    "ModelConfig": "quire.config",
+    "Request": "quire.request",
+    "RequestOutput": "quire.outputs",
+    "SamplingParams": "quire.request",
+}
+
+__all__ = [
+    "LLM",
+    "AuditError",
+    "CompletionOutput",
+    "Engine",
+    "EngineConfig",
+    "FinishReason",
+    "ModelConfig",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,145 @@
+"""Every knob of Quire, and the shape of a model. Frozen, validated once, never mutated.
+
+`EngineConfig` is what a person may turn; command-line flags are generated from its fields. `ModelConfig` is what
+a model file says of itself. Neither knows jax.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+DTYPES = ("bfloat16", "float32")
+ATTENTION_BACKENDS = ("xla", "reference")
+
+# Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
+MAX_DIMENSION = 1 << 24
+MAX_PAGES = 1 << 30
+
+
+def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
+    """A config field: its default, its one-line description, and whether ordinary users ever need it."""
+    return dataclasses.field(default=default, metadata={"help": text, "expert": expert})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How one engine runs. Ordinary knobs first, expert knobs after."""
+
+    dtype: str = _knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
+    page_size: int = _knob(16, "token positions in one KV page")
+    num_pages: int | None = _knob(None, "KV pages in the pool; by default what the memory budget allows")
+    max_num_seqs: int = _knob(64, "sequences that run at the same time, at most")
+    max_num_batched_tokens: int = _knob(512, "tokens computed in one step, at most")
+    max_model_len: int | None = _knob(None, "prompt plus generated tokens of one sequence, at most")
+    debug: bool = _knob(False, "audit every step and poison freed pages with NaN")
+
+    memory_budget: int | None = _knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
+    attention: str = _knob("xla", "attention backend: xla, or reference (slow, readable)", expert=True)
+    compile_cache: str | None = _knob(
+        None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
+    )
+    fail_on_compile: bool = _knob(False, "raise when anything compiles after warm-up", expert=True)
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        _whole("page_size", self.page_size, 1, 4096)
+        _whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        for name, top in (
+            ("num_pages", MAX_PAGES),
+            ("max_model_len", MAX_DIMENSION),
+            ("memory_budget", 1 << 50),
+        ):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 1, top)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
+                "every running sequence needs one token a step; raise the first or lower the second"
+            )
+
+    @property
+    def max_num_samples(self) -> int:
+        """Logits drawn in one step, at most: one a row, and enough for prompt log-probabilities to move on."""
+        return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context a model was first trained on."""
+
+    kind: Literal["linear", "llama3", "factors"]
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+    factors: tuple[float, ...] = ()
+    """For "factors": what each pair's frequency is divided by, as a GGUF file carries it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of one decoder, as its checkpoint describes it."""
+
+    architecture: str
+    """Which file of `device/models` runs it: llama, mistral, qwen2 or qwen3."""
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_len: int
+    """The longest context the model was trained for, in tokens."""
+    rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    windows: tuple[int | None, ...] = ()
+    """For each layer, how many positions a token sees, itself included; None for all before it."""
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "num_layers", "hidden_size", "intermediate_size",
+            "num_heads", "num_kv_heads", "head_dim", "max_len",
+        ):  # fmt: skip
+            _whole(name, getattr(self, name), 1, MAX_DIMENSION)
+        _whole("num_layers", self.num_layers, 1, 4096)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
+        for name in ("rope_theta", "norm_eps"):
+            value = getattr(self, name)
+            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+                raise ValueError(f"{name}={value!r} must be a positive number")
+        windows = self.windows or (None,) * self.num_layers
+        if len(windows) != self.num_layers:
+            raise ValueError(f"windows has {len(windows)} entries for num_layers={self.num_layers}")
+        for window in windows:
+            if window is not None:
+                _whole("windows", window, 1, MAX_DIMENSION)
+        object.__setattr__(self, "windows", windows)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes one position takes in the pool: K and V, every layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be a whole number from {low:,} to {high:,}")
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
