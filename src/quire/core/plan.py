@@ -1,0 +1,81 @@
+"""The decision for one step, in host terms: what the scheduler hands on and what it gets back.
+
+A plan is made fresh every step. Rows say which positions are computed, samples say which logits are drawn from:
+they are apart because a row may have none (a chunk inside a prompt), one, or many (prompt log-probabilities), and
+several samples may draw from one row.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from quire.request import Sequence
+
+
+class Row(NamedTuple):
+    """Positions `first .. first+num_tokens-1` of a sequence are computed in this step."""
+
+    sequence: Sequence
+    first: int
+    num_tokens: int
+    max_rounds: int
+    """Tokens this row may produce before the host sees them."""
+
+
+class Sample(NamedTuple):
+    """Draw the token at `position` from the logits of one packed token."""
+
+    sequence: Sequence
+    packed_index: int
+    """Which token of the step, counted over all rows in order."""
+    position: int
+    target: int | None
+    """Score this token instead of drawing one: its log-probability is what the sample is for."""
+
+
+@dataclass(slots=True)
+class PageOperations:
+    """Whole pages to touch before anything is written, in this order."""
+
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to)."""
+    poisons: list[int] = field(default_factory=list)
+    """Pages nobody holds, to fill with NaN so that any stray read is loud."""
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step. Truthy when there is something to compute."""
+
+    rows: list[Row] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    num_tokens: int = 0
+    operations: PageOperations = field(default_factory=PageOperations)
+
+    def __bool__(self) -> bool:
+        return bool(self.rows)
+
+
+class StepResult(Protocol):
+    """What commit needs of a finished step; `S` counts the plan's samples, padding after them is ignored."""
+
+    @property
+    def tokens_SR(self) -> np.ndarray:
+        """Drawn (or scored) token ids, one column a round."""
+        ...
+
+    @property
+    def logprobs_SR(self) -> np.ndarray:
+        """Their log-probabilities under the model; only valid where the request asked."""
+        ...
+
+    @property
+    def top_ids_SRX(self) -> np.ndarray:
+        """The most likely tokens, likeliest first."""
+        ...
+
+    @property
+    def top_logprobs_SRX(self) -> np.ndarray:
+        """Their log-probabilities."""
+        ...

@@ -1,0 +1,295 @@
+"""What a client asks for, and the streams of tokens that answer it.
+
+`Request` is frozen. `Sequence` is the only mutable state the host keeps about a stream: its tokens, its page table
+and how far its KV has been computed. Nothing here knows jax, a scheduler or text.
+
+    tokens       | prompt ................ | output ....... last |
+    positions    0                   prompt_len              len(tokens)
+    KV computed  0 ....................................... num_computed
+
+The newest token has no KV yet: that is written by the step that computes the token after it.
+"""
+
+import math
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol
+
+from quire.core.errors import StateError
+
+MAX_LOGPROBS = 20
+MAX_STOP_IDS = 64
+MAX_SAMPLES_PER_REQUEST = 4096
+MAX_STOPS = 64
+MAX_STOP_LEN = 1024
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+# The seeds' table, and an abort may end a sequence anywhere.
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
+    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn and when a sequence ends."""
+
+    temperature: float = 1.0
+    """0 takes the most likely token; higher is more varied."""
+    top_k: int = 0
+    """Draw from the k most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """Draw from the smallest set of most likely tokens whose probability reaches this."""
+    min_p: float = 0.0
+    """Leave out tokens less likely than this times the most likely one."""
+    seed: int | None = None
+    """Tokens depend only on this, the sequence's index and the position; None draws a fresh seed."""
+    n: int = 1
+    """Sequences to generate from the prompt."""
+    max_tokens: int | None = None
+    """New tokens at most; None for as many as fit. 0 computes the prompt only (with `prompt_logprobs`)."""
+    min_tokens: int = 0
+    """No stop of any kind before this many new tokens."""
+    stop: str | SequenceOf[str | SequenceOf[int]] = ()
+    """Stop strings, and sequences of token ids, that end a sequence; neither is part of the text."""
+    stop_token_ids: SequenceOf[int] = ()
+    """Token ids that end a sequence, beside the model's own end tokens."""
+    ignore_eos: bool = False
+    """Go on after the model's end tokens."""
+    logprobs: int | None = None
+    """Report each token's log-probability under the model itself (temperature 1, nothing cut off), and this many
+    most likely alternatives."""
+    prompt_logprobs: bool = False
+    """Report the log-probability of each prompt token given those before it."""
+
+    def __post_init__(self) -> None:
+        _real("temperature", self.temperature, 0.0, 1e4)
+        _int("top_k", self.top_k, 0, 1 << 31)
+        _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _int("seed", self.seed, 0, (1 << 64) - 1)
+        _int("n", self.n, 1, MAX_SAMPLES_PER_REQUEST)
+        if self.max_tokens is not None:
+            _int("max_tokens", self.max_tokens, 0, 1 << 31)
+        _int("min_tokens", self.min_tokens, 0, 1 << 31)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.max_tokens == 0 and not self.prompt_logprobs:
+            raise ValueError("max_tokens=0 asks for nothing; set prompt_logprobs=True to score the prompt")
+        if self.logprobs is not None:
+            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "prompt_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        object.__setattr__(self, "stop", _stops(self.stop))
+        ids = tuple(self.stop_token_ids)
+        if len(ids) > MAX_STOP_IDS:
+            raise ValueError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed")
+        for token_id in ids:
+            _int("stop_token_ids", token_id, 0, 1 << 31)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The stops that are text."""
+        return tuple(stop for stop in self.stop if isinstance(stop, str))
+
+    @property
+    def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
+        """The stops that are sequences of token ids."""
+        return tuple(tuple(stop) for stop in self.stop if not isinstance(stop, str))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a client asked for: `params.n` sequences that continue one prompt."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    """Higher runs first; the same priority runs in order of arrival."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability under the model, and the most likely alternatives, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class TokenEvent(NamedTuple):
+    """What one committed step did to one sequence."""
+
+    sequence: "Sequence"
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class StopWatch(Protocol):
+    """What a sequence asks of whoever turns its tokens into text."""
+
+    def advance(self, output_token_ids: SequenceOf[int], /) -> bool:
+        """Read on in the output (all of it is given) and say whether a stop string is complete."""
+        ...
+
+
+class Sequence:
+    """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
+
+    __slots__ = (
+        "arrival", "eos_ids", "finish_reason", "index", "logprobs", "max_tokens", "num_computed",
+        "num_stop_tokens", "pages", "params", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request",
+        "seed", "state", "text", "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int,
+        arrival: int,
+        seed: int,
+        max_tokens: int,
+        eos_ids: frozenset[int] = frozenset(),
+        text: StopWatch | None = None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        """Which of the request's `n` sequences this is."""
+        self.arrival = arrival
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.eos_ids = frozenset() if request.params.ignore_eos else eos_ids
+        self.text = text
+        """Turns the output into text; None without a tokenizer."""
+        self.params = request.params
+        self.priority = request.priority
+        self.prompt_len = len(request.prompt_token_ids)
+        self.tokens = list(request.prompt_token_ids)
+        self.pages = array("i")
+        """The page table: position p lives in page `pages[p // page_size]`."""
+        self.num_computed = 0
+        """Positions whose KV is in the pages."""
+        self.state = SequenceState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_stop_tokens = 0
+        """Output tokens at the end that are the stop itself and carry no text."""
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        """One entry for each prompt token scored so far; the first token has nothing before it."""
+        self.preemptions = 0
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What has been generated so far."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens have been generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
+        return (-self.priority, self.arrival, self.index)
+
+    @property
+    def forbidden_ids(self) -> frozenset[int] | tuple[int, ...]:
+        """Token ids that may not be drawn next, because `min_tokens` has not been reached."""
+        if self.num_output >= self.params.min_tokens:
+            return ()
+        return self.eos_ids.union(self.params.stop_token_ids)
+
+    def move_to(self, state: SequenceState) -> None:
+        """Change state along the transition table."""
+        if state not in TRANSITIONS[self.state]:
+            raise StateError(f"sequence {self.request.id}/{self.index}: no way from {self.state} to {state}")
+        self.state = state
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the stream."""
+        self.move_to(SequenceState.FINISHED)
+        self.finish_reason = reason
+
+    def stop_reason(self) -> FinishReason | None:
+        """Judge the newest output token: does the sequence end with it, and why."""
+        num_output, params = len(self.tokens) - self.prompt_len, self.params
+        if num_output >= params.min_tokens:
+            token_id = self.tokens[-1]
+            if token_id in self.eos_ids:
+                self.num_stop_tokens = 1
+                return FinishReason.EOS
+            if token_id in params.stop_token_ids:
+                self.num_stop_tokens = 1
+                return FinishReason.STOP
+            if params.stop and self._at_stop(num_output):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
+
+    def _at_stop(self, num_output: int) -> bool:
+        for stop in self.params.stop_sequences:
+            if num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
+                self.num_stop_tokens = len(stop)
+                return True
+        return bool(self.params.stop_strings and self.text and self.text.advance(self.output_token_ids))
+
+
+def _int(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}")
+
+
+def _real(name: str, value: Any, low: float, high: float, *, low_excluded: bool = False) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not low <= value <= high or (low_excluded and value == low):
+        above = "above" if low_excluded else "from"
+        raise ValueError(f"{name}={value!r} must be a number {above} {low:g} to {high:g}")
+
+
+def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(stop, str):
+        stop = (stop,)
+    if not isinstance(stop, SequenceOf):
+        raise ValueError(f"stop={stop!r} must be a string or a list of strings and of lists of token ids")
+    if len(stop) > MAX_STOPS:
+        raise ValueError(f"stop has {len(stop)} entries, at most {MAX_STOPS} are allowed")
+    stops: list[str | tuple[int, ...]] = []
+    for entry in stop:
+        if isinstance(entry, str):
+            stops.append(entry)
+        elif isinstance(entry, SequenceOf) and not isinstance(entry, bytes):
+            for token_id in entry:
+                _int("stop", token_id, 0, 1 << 31)
+            stops.append(tuple(entry))
+        else:
+            raise ValueError(f"stop holds {entry!r}; put strings or lists of token ids there (ids: stop_token_ids)")
+        if not 0 < len(entry) <= MAX_STOP_LEN:
+            raise ValueError(f"stop holds an entry of length {len(entry)}; allowed are 1 to {MAX_STOP_LEN}")
+    return tuple(stops)

@@ -1,0 +1,73 @@
+"""A step's result without a device, and sequences to schedule."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.core.pages import PageAllocator
+from quire.core.plan import StepPlan
+from quire.core.scheduler import Scheduler
+from quire.request import Request, SamplingParams, Sequence, TokenEvent
+
+
+@dataclass
+class Result:
+    """Tokens that a test wants a step to have produced."""
+
+    tokens_SR: np.ndarray
+    logprobs_SR: np.ndarray
+    top_ids_SRX: np.ndarray
+    top_logprobs_SRX: np.ndarray
+
+
+def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> Result:
+    """Every sample draws `token(sequence, position)`, or a constant; scored samples get their target."""
+    ids = [
+        s.target if s.target is not None else token(s.sequence, s.position) if callable(token) else token
+        for s in plan.samples
+    ]
+    tokens = np.array(ids, np.int32).reshape(-1, 1)
+    return Result(
+        tokens,
+        -np.ones(tokens.shape, np.float32),
+        np.zeros((*tokens.shape, 20), np.int32),
+        np.zeros((*tokens.shape, 20), np.float32),
+    )
+
+
+def scheduler(num_pages: int = 64, page_size: int = 4, rows: int = 8, budget: int = 16, **more) -> Scheduler:
+    return Scheduler(
+        PageAllocator(num_pages), page_size=page_size, max_num_seqs=rows, max_num_batched_tokens=budget, **more
+    )
+
+
+class Arrivals:
+    """Makes sequences in order of arrival."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(
+        self, prompt_len: int, max_tokens: int = 4, *, priority: int = 0, eos=frozenset(), **params
+    ) -> Sequence:
+        self.count += 1
+        request = Request(
+            id=f"r{self.count}",
+            prompt_token_ids=tuple(range(100, 100 + prompt_len)),
+            params=SamplingParams(max_tokens=max_tokens, **params),
+            priority=priority,
+        )
+        return Sequence(request, index=0, arrival=self.count, seed=0, max_tokens=max_tokens, eos_ids=frozenset(eos))
+
+
+def run(s: Scheduler, steps: int = 10_000, token: Callable[[Sequence, int], int] | int = 7) -> list[list[TokenEvent]]:
+    """Step until nothing is left, auditing all the way; returns each step's events."""
+    history = []
+    while (s.running or s.waiting) and len(history) < steps:
+        plan = s.schedule()
+        assert plan, "work is left and nothing was planned"
+        s.audit()
+        history.append(s.commit(plan, result(plan, token)))
+        s.audit()
+    return history

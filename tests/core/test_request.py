@@ -1,0 +1,84 @@
+"""States move along the table only, and sampling parameters are checked where they are made."""
+
+import math
+
+import pytest
+
+from quire.core.errors import StateError
+from quire.request import TRANSITIONS, FinishReason, SamplingParams, SequenceState
+from tests.core.fake import Arrivals
+
+W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED
+
+
+def test_the_transition_table_is_the_seeds_and_abort_from_anywhere():
+    assert {W: {R, F}, R: {W, S, F}, S: {R, F}, F: set()} == TRANSITIONS
+
+
+@pytest.mark.parametrize("start", list(SequenceState))
+@pytest.mark.parametrize("end", list(SequenceState))
+def test_a_sequence_moves_only_along_the_table(start, end):
+    sequence = Arrivals()(3)
+    sequence.state = start
+    if end in TRANSITIONS[start]:
+        sequence.move_to(end)
+        assert sequence.state is end
+    else:
+        with pytest.raises(StateError, match=f"from {start} to {end}"):
+            sequence.move_to(end)
+
+
+def test_finish_reasons_are_the_words_users_read():
+    assert [str(reason) for reason in FinishReason] == ["eos", "length", "stop", "abort"]
+
+
+HOSTILE = [-1, 1 << 63, 1 << 64, math.nan, math.inf, -math.inf, True, "1", None, [], b"x", 0.5]
+
+
+@pytest.mark.parametrize(
+    "field", ["temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs"]
+)
+@pytest.mark.parametrize("value", HOSTILE, ids=repr)
+def test_a_hostile_number_is_refused_by_name_or_is_legal(field, value):
+    legal = {
+        "temperature": [0.5],
+        "top_k": [],
+        "top_p": [0.5],
+        "min_p": [0.5],
+        "seed": [1 << 63, None],
+        "n": [],
+        "max_tokens": [None],
+        "min_tokens": [],
+        "logprobs": [None],
+    }
+    if any(value is ok or (type(value) is type(ok) and value == ok) for ok in legal[field]):
+        assert getattr(SamplingParams(**{field: value}), field) == value
+    else:
+        with pytest.raises(ValueError, match=field):
+            SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    "stop", ["", [""], [()], [3], 3, None, ["x"] * 65, "x" * 1025, [(1, -1)], [(True,)], [b"x"], [[1.5]]], ids=repr
+)
+def test_a_bad_stop_is_refused_by_name(stop):
+    with pytest.raises(ValueError, match="stop"):
+        SamplingParams(stop=stop)
+
+
+def test_stops_are_strings_and_sequences_of_ids():
+    params = SamplingParams(stop=["END", [1, 2]])
+    assert params.stop_strings == ("END",)
+    assert params.stop_sequences == ((1, 2),)
+    assert SamplingParams(stop="END").stop_strings == ("END",)
+
+
+def test_zero_new_tokens_must_ask_for_something():
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        SamplingParams(max_tokens=0)
+    assert SamplingParams(max_tokens=0, prompt_logprobs=True).max_tokens == 0
+
+
+def test_min_tokens_above_max_tokens_is_refused_with_both():
+    with pytest.raises(ValueError, match=r"min_tokens=5 .* max_tokens=4"):
+        SamplingParams(min_tokens=5, max_tokens=4)

@@ -1,0 +1,21 @@
+"""The queue's memory follows what waits, however many were aborted behind a busy head."""
+
+from quire.core.waiting import WaitingQueue
+from quire.request import FinishReason
+from tests.core.fake import Arrivals
+
+
+def test_aborted_entries_are_swept_even_when_they_never_surface():
+    arrive, queue = Arrivals(), WaitingQueue()
+    head = arrive(1, priority=1)
+    queue.push(head)
+    for _ in range(1000):
+        sequence = arrive(1)
+        queue.push(sequence)
+        sequence.finish(FinishReason.ABORT)
+        queue.discard(sequence)
+    assert len(queue) == 1
+    assert len(queue._heap) < 40
+    assert list(queue) == [head]
+    assert queue.pop() is head
+    assert queue.peek() is None
