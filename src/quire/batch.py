@@ -1,0 +1,149 @@
+"""The only bridge between the columns: a plan in host terms becomes padded arrays of a known shape.
+
+rows           | row 0 ......... | row 1 | row 2 .... |
+packed tokens  0            cu_q_lens[1]  [2]        [3] = num_tokens   ... padded to the shape
+destination    page_table[position // page_size] * page_size + position % page_size
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quire.config import EngineConfig
+from quire.core.errors import AuditError
+from quire.core.plan import Sample, StepPlan
+from quire.device.inputs import INVALID, MAX_BIASES, BatchLayout, PageCommands, SampleInputs, StepInputs, StepShape
+
+MIN_ROWS = 4
+"""On a CPU a matmul with fewer rows is several times slower than one with four."""
+MAX_DECODE_SHAPES = 9
+MIN_MIXED_TOKENS = 32
+
+
+def step_shapes(config: EngineConfig) -> list[StepShape]:
+    """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens."""
+    most_rows = max(config.max_num_seqs, MIN_ROWS)
+    factor = 2 if most_rows <= MIN_ROWS << (MAX_DECODE_SHAPES - 1) else 4
+    rows = [MIN_ROWS]
+    while rows[-1] < most_rows:
+        rows.append(min(rows[-1] * factor, most_rows))
+    tokens = [max(config.max_num_batched_tokens, MIN_ROWS)]
+    while tokens[-1] // 4 >= MIN_MIXED_TOKENS:
+        tokens.append(tokens[-1] // 4)
+    samples = max(config.max_num_samples, MIN_ROWS)
+    decode = [StepShape(n, n, n, decode=True) for n in rows]
+    return decode + [StepShape(n, min(n, most_rows), min(n, samples), decode=False) for n in reversed(tokens)]
+
+
+class Packer:
+    """Turns plans into `StepInputs`. Keeps no state between steps: every array is built fresh."""
+
+    def __init__(
+        self, shapes: Sequence[StepShape], *, page_size: int, num_pages: int, pages_per_row: int, debug: bool = False
+    ) -> None:
+        self._shapes = shapes
+        self._page_size = page_size
+        self._nowhere = num_pages * page_size
+        self._pages_per_row = pages_per_row
+        self._debug = debug
+
+    def pack(self, plan: StepPlan) -> StepInputs:
+        """Lay a plan out in the smallest shape that holds it."""
+        shape = self._shape(plan)
+        tokens_T = np.zeros(shape.num_tokens, np.int32)
+        positions_T = np.zeros(shape.num_tokens, np.int32)
+        destinations_T = np.full(shape.num_tokens, self._nowhere, np.int32)
+        page_table_BP = np.zeros((shape.num_rows, self._pages_per_row), np.int32)
+        kv_lens_B = np.zeros(shape.num_rows, np.int32)
+        cu_q_lens_B1 = np.full(shape.num_rows + 1, plan.num_tokens, np.int32)
+        start, page_size = 0, self._page_size
+        for i, (sequence, first, num_tokens, _) in enumerate(plan.rows):
+            end, pages = first + num_tokens, sequence.pages
+            page_table_BP[i, : len(pages)] = pages
+            kv_lens_B[i] = end
+            cu_q_lens_B1[i] = start
+            if num_tokens == 1:
+                tokens_T[start] = sequence.tokens[first]
+                positions_T[start] = first
+                destinations_T[start] = pages[first // page_size] * page_size + first % page_size
+            else:
+                span = slice(start, start + num_tokens)
+                positions = np.arange(first, end, dtype=np.int32)
+                tokens_T[span] = sequence.tokens[first:end]
+                positions_T[span] = positions
+                destinations_T[span] = page_table_BP[i, positions // page_size] * page_size + positions % page_size
+            start += num_tokens
+        if self._debug:
+            self._check_destinations(destinations_T)
+        layout = BatchLayout(
+            positions_T=positions_T,
+            destinations_T=destinations_T,
+            page_table_BP=page_table_BP,
+            kv_lens_B=kv_lens_B,
+            cu_q_lens_B1=cu_q_lens_B1,
+            decode=shape.decode,
+        )
+        return StepInputs(
+            tokens_T=tokens_T,
+            layout=layout,
+            samples=pack_samples(plan.samples, shape.num_samples),
+            pages=PageCommands(
+                copy_from=np.array([source for source, _ in plan.operations.copies], np.int32),
+                copy_to=np.array([target for _, target in plan.operations.copies], np.int32),
+                poison=np.array(plan.operations.poisons, np.int32),
+            ),
+        )
+
+    def _check_destinations(self, destinations_T: np.ndarray) -> None:
+        """No two tokens of a step may be written to one place."""
+        places, counts = np.unique(destinations_T[destinations_T != self._nowhere], return_counts=True)
+        if np.any(counts > 1):
+            raise AuditError(f"destination {places[counts > 1][0]} is written twice in one step")
+
+    def _shape(self, plan: StepPlan) -> StepShape:
+        num_tokens, num_rows, num_samples = plan.num_tokens, len(plan.rows), len(plan.samples)
+        decode = num_tokens == num_rows
+        for shape in self._shapes:
+            if shape.decode and not decode:
+                continue
+            if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows and shape.num_samples >= num_samples:
+                return shape
+        raise AuditError(f"no program holds {num_tokens} tokens, {num_rows} rows and {num_samples} samples")
+
+
+def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
+    """The sampling parameters of a step; padding draws greedily from token 0 and is never read."""
+    inputs = SampleInputs(
+        packed_index_S=np.zeros(num_samples, np.int32),
+        temperature_S=np.zeros(num_samples, np.float32),
+        top_k_S=np.zeros(num_samples, np.int32),
+        top_p_S=np.ones(num_samples, np.float32),
+        min_p_S=np.zeros(num_samples, np.float32),
+        seed_S2=np.zeros((num_samples, 2), np.uint32),
+        index_S=np.zeros(num_samples, np.int32),
+        position_S=np.zeros(num_samples, np.int32),
+        target_S=np.full(num_samples, INVALID, np.int32),
+        bias_ids_SE=np.full((num_samples, MAX_BIASES), INVALID, np.int32),
+        bias_SE=np.zeros((num_samples, MAX_BIASES), np.float32),
+        want_logprobs=np.array(any(s.target is not None or s.sequence.params.logprobs is not None for s in samples)),
+        want_top=np.array(any(s.sequence.params.logprobs for s in samples)),
+    )
+    for i, (sequence, packed_index, position, target) in enumerate(samples):
+        params = sequence.params
+        inputs.packed_index_S[i] = packed_index
+        if target is not None:
+            inputs.target_S[i] = target
+            continue
+        if params.temperature > 0:
+            inputs.temperature_S[i] = params.temperature
+            inputs.top_k_S[i] = min(params.top_k, np.iinfo(np.int32).max)
+            inputs.top_p_S[i] = params.top_p
+            inputs.min_p_S[i] = params.min_p
+            inputs.seed_S2[i] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
+            inputs.index_S[i] = sequence.index
+            inputs.position_S[i] = position
+        if params.min_tokens:
+            forbidden = sorted(sequence.forbidden_ids)
+            inputs.bias_ids_SE[i, : len(forbidden)] = forbidden
+            inputs.bias_SE[i, : len(forbidden)] = -np.inf
+    return inputs

@@ -1,0 +1,71 @@
+"""Paged attention: one entry point, one readable reference, one file per backend.
+
+A backend owns the layout of the KV arrays: it declares their shape and page axis, writes a step's K and V and attends.
+It runs inside `shard_map`, each device with its own KV heads, because custom kernels do not partition by themselves.
+"""
+
+from functools import partial
+from typing import Protocol
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from quire.config import ModelConfig
+from quire.device.inputs import BatchLayout
+from quire.device.mesh import partition
+
+
+class Backend(Protocol):
+    """What a backend module provides."""
+
+    axes: tuple[str, ...]
+    """Names of the K and V arrays' axes; one of them is "pages", the sharding rules know "kv_heads"."""
+
+    def shape(self, model: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """Shape of one layer's K array; V has the same."""
+        ...
+
+    def write_and_attend(
+        self,
+        kv: tuple[jax.Array, ...],
+        q_TNH: jax.Array,
+        k_TKH: jax.Array,
+        v_TKH: jax.Array,
+        layout: BatchLayout,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Write this step's K and V, then attend causally over each row's KV. Returns the output and the new arrays."""
+        ...
+
+
+def get_backend(name: str) -> Backend:
+    """A backend by its config name."""
+    from quire.device.attention import reference, xla
+
+    return {"reference": reference.ReferenceBackend(), "xla": xla.XlaBackend()}[name]
+
+
+def paged_attention(
+    backend: Backend,
+    mesh: Mesh,
+    kv: tuple[jax.Array, ...],
+    q_TNH: jax.Array,
+    k_TKH: jax.Array,
+    v_TKH: jax.Array,
+    layout: BatchLayout,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The one way a model attends: heads split over the mesh, the batch layout whole on every device."""
+    heads, kv_spec = partition(None, "kv_heads", None), partition(*backend.axes)
+    run = jax.shard_map(
+        partial(backend.write_and_attend, scale=scale, window=window),
+        mesh=mesh,
+        in_specs=((kv_spec, kv_spec), heads, heads, heads, PartitionSpec()),
+        out_specs=(heads, (kv_spec, kv_spec)),
+        check_vma=False,
+    )
+    return run(kv, q_TNH, k_TKH, v_TKH, layout)

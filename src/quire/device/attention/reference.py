@@ -1,0 +1,54 @@
+"""Paged attention as one would explain it: every token looks up its row, gathers that row's pages and attends.
+
+Cost follows the page table's width, so this is for tests and for reading. Pages are `[M, Z, K, H]`: page first, as in a
+book.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from quire.config import ModelConfig
+from quire.device.inputs import BatchLayout
+
+
+class ReferenceBackend:
+    """The oracle every other backend is held against."""
+
+    axes = ("pages", "offset", "kv_heads", "head")
+
+    def shape(self, model: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
+        """`[M, Z, K, H]`."""
+        return num_pages, page_size, model.num_kv_heads, model.head_dim
+
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
+        """Write, then attend one token at a time."""
+        k_MZKH, v_MZKH = (
+            _write(pages, new, layout.destinations_T) for pages, new in zip(kv, (k_TKH, v_TKH), strict=True)
+        )
+        num_tokens, num_heads, head_dim = q_TNH.shape
+        num_kv_heads = k_TKH.shape[1]
+        rows_T = jnp.searchsorted(layout.cu_q_lens_B1, jnp.arange(num_tokens), side="right") - 1
+        rows_T = jnp.minimum(rows_T, layout.page_table_BP.shape[0] - 1)
+
+        def attend(args):
+            q_NH, row, position = args
+            k_CKH = k_MZKH[layout.page_table_BP[row]].reshape(-1, num_kv_heads, head_dim).astype(jnp.float32)
+            v_CKH = v_MZKH[layout.page_table_BP[row]].reshape(-1, num_kv_heads, head_dim).astype(jnp.float32)
+            q_KGH = q_NH.reshape(num_kv_heads, -1, head_dim).astype(jnp.float32) * scale
+            column_C = jnp.arange(k_CKH.shape[0])
+            seen_C = (column_C <= position) & (column_C < layout.kv_lens_B[row])
+            if window is not None:
+                seen_C &= column_C > position - window
+            scores_KGC = jnp.einsum("kgh,ckh->kgc", q_KGH, k_CKH, precision="highest")
+            weights_KGC = jax.nn.softmax(jnp.where(seen_C[None, None, :], scores_KGC, -jnp.inf), axis=-1)
+            # A masked weight is 0, and 0 x NaN is NaN: what is not seen is taken out of V as well.
+            v_CKH = jnp.where(seen_C[:, None, None], v_CKH, 0.0)
+            return jnp.einsum("kgc,ckh->kgh", weights_KGC, v_CKH, precision="highest").reshape(num_heads, head_dim)
+
+        out_TNH = jax.lax.map(attend, (q_TNH, rows_T, layout.positions_T))
+        return out_TNH.astype(q_TNH.dtype), (k_MZKH, v_MZKH)
+
+
+def _write(pages_MZKH: jax.Array, new_TKH: jax.Array, destinations_T: jax.Array) -> jax.Array:
+    flat = pages_MZKH.reshape(-1, *pages_MZKH.shape[2:])
+    return flat.at[destinations_T].set(new_TKH.astype(flat.dtype), mode="drop").reshape(pages_MZKH.shape)

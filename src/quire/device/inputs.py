@@ -1,0 +1,121 @@
+"""What crosses from host to device and back: the device column's contract.
+
+`StepInputs` is a fixed schema of padded numpy arrays, built by `quire.batch` from a plan. Padding is harmless by
+construction: a padded token's destination lies outside the pool and its write is dropped, a padded row has no
+tokens and no KV, a padded sample draws from token 0 and nobody reads it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+INVALID = -1
+"""Nothing here: the one marker inside arrays."""
+
+MAX_BIASES = 80
+"""Token ids whose logit one sample may change: up to 64 stop ids and the model's end tokens."""
+NUM_TOP_LOGPROBS = 20
+"""Alternatives reported beside a token, at most."""
+
+
+class StepShape(NamedTuple):
+    """The padded sizes of a step; one program is compiled for each."""
+
+    num_tokens: int
+    num_rows: int
+    num_samples: int
+    decode: bool
+    """Every row has one token, token i is row i's."""
+
+    def __str__(self) -> str:
+        kind = "decode" if self.decode else "mixed"
+        return f"{kind} {self.num_tokens} tokens, {self.num_rows} rows, {self.num_samples} samples"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BatchLayout:
+    """Which token is whose, and where its KV goes. All attention needs to know of a batch."""
+
+    positions_T: Any
+    """Position of each token in its sequence."""
+    destinations_T: Any
+    """Where its KV is written: page * page_size + offset; the pool's size for none."""
+    page_table_BP: Any
+    """Pages of each row, in order. Entries past kv_len are never read unmasked and may be anything in range."""
+    kv_lens_B: Any
+    """Positions of each row that exist once this step's tokens are written; 0 for padding."""
+    cu_q_lens_B1: Any
+    """Row b has the tokens cu_q_lens[b] .. cu_q_lens[b+1]-1."""
+    decode: bool = field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SampleInputs:
+    """What to draw, and how."""
+
+    packed_index_S: Any
+    """The token whose logits are drawn from."""
+    temperature_S: Any
+    """0 for the most likely token."""
+    top_k_S: Any
+    """0 for all."""
+    top_p_S: Any
+    min_p_S: Any
+    seed_S2: Any
+    """The request's seed, as two words."""
+    index_S: Any
+    """Which sequence of its request."""
+    position_S: Any
+    """The position of the token drawn."""
+    target_S: Any
+    """The token to score instead of drawing one, or INVALID."""
+    bias_ids_SE: Any
+    """Token ids whose logit is changed, or INVALID."""
+    bias_SE: Any
+    """What is added to it."""
+    want_logprobs: Any
+    """Whether any sample's log-probability will be read."""
+    want_top: Any
+    """Whether any alternatives will be read."""
+
+
+@dataclass(frozen=True)
+class PageCommands:
+    """Whole pages to touch before a step's writes: copies first, then poison."""
+
+    copy_from: np.ndarray
+    copy_to: np.ndarray
+    poison: np.ndarray
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """One step, as arrays. A second process that runs the same inputs comes to the same state."""
+
+    tokens_T: np.ndarray
+    layout: BatchLayout
+    samples: SampleInputs
+    pages: PageCommands
+
+    @property
+    def shape(self) -> StepShape:
+        """The program this step needs."""
+        return StepShape(
+            len(self.tokens_T), len(self.layout.kv_lens_B), len(self.samples.temperature_S), self.layout.decode
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step produced; one column a round."""
+
+    tokens_SR: Any
+    logprobs_SR: Any
+    """Log-probability of the token under the model, before temperature and cuts; 0 where nobody asked."""
+    top_ids_SRX: Any
+    top_logprobs_SRX: Any

@@ -1,0 +1,132 @@
+"""Weights and config from one GGUF file, memory-mapped; quantised tensors are expanded as they are placed.
+
+The `gguf` package reads the file and knows the quantisations. Here its names and its rotary order are turned into those
+of Hugging Face.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from quire.config import ModelConfig, RopeScaling
+from quire.device.models import get_architecture
+
+SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+class GgufFile:
+    """One checkpoint. Call it with a tensor's Hugging Face name."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.reader = gguf.GGUFReader(path)
+            self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+        except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path.name} is not a GGUF file that can be read: {error}") from error
+        self.name = str(self._field("general.architecture"))
+        self._architecture = get_architecture(self.name)
+        self._config = self._read_config()
+
+    def config(self) -> ModelConfig:
+        """What the file's metadata say."""
+        return self._config
+
+    def __call__(self, name: str) -> np.ndarray:
+        """One tensor, `[out, in]`, in float32 or as stored when it is not quantised."""
+        tensor = self._tensors.get(gguf_name(name))
+        if tensor is None:
+            raise ValueError(f"the GGUF file has no tensor {gguf_name(name)!r}")
+        if tensor.tensor_type.name not in SUPPORTED:
+            raise ValueError(
+                f"tensor {tensor.name} has type {tensor.tensor_type.name}; supported are {', '.join(SUPPORTED)}"
+            )
+        shape = tuple(int(n) for n in reversed(tensor.shape))
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        if self._architecture.gguf_permuted and re.search(r"\.(q|k)_proj\.", name):
+            heads = self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads
+            values = unpermute(values, heads)
+        return values
+
+    def _read_config(self) -> ModelConfig:
+        arch = self.name
+        num_heads = self._whole(f"{arch}.attention.head_count")
+        hidden_size = self._whole(f"{arch}.embedding_length")
+        num_layers = self._whole(f"{arch}.block_count")
+        window = self._field(f"{arch}.attention.sliding_window", None)
+        if "token_embd.weight" not in self._tensors:
+            raise ValueError("the GGUF file has no tensor 'token_embd.weight'")
+        return ModelConfig(
+            architecture=arch,
+            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            num_layers=num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=self._whole(f"{arch}.feed_forward_length"),
+            num_heads=num_heads,
+            num_kv_heads=self._whole(f"{arch}.attention.head_count_kv", num_heads),
+            head_dim=self._whole(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1)),
+            max_len=self._whole(f"{arch}.context_length"),
+            rope_theta=float(self._field(f"{arch}.rope.freq_base", 10_000.0)),
+            rope_scaling=self._rope_scaling(),
+            norm_eps=float(self._field(f"{arch}.attention.layer_norm_rms_epsilon")),
+            tie_embeddings="output.weight" not in self._tensors,
+            windows=(int(window) if window else None,) * num_layers,
+        )
+
+    def _rope_scaling(self) -> RopeScaling | None:
+        if "rope_freqs.weight" in self._tensors:
+            # Llama 3.1 and later: llama.cpp ships the scaling worked out, one divisor for each pair.
+            factors = gguf.dequantize(self._tensors["rope_freqs.weight"].data, gguf.GGMLQuantizationType.F32)
+            return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors.ravel()))
+        kind = self._field(f"{self.name}.rope.scaling.type", "none")
+        if kind == "none":
+            return None
+        if kind == "linear":
+            return RopeScaling(kind="linear", factor=float(self._field(f"{self.name}.rope.scaling.factor")))
+        raise ValueError(f"{self.name}.rope.scaling.type={kind!r} is not supported; supported are none, linear")
+
+    def _field(self, key: str, *default: Any) -> Any:
+        field = self.reader.get_field(key)
+        if field is None:
+            if default:
+                return default[0]
+            raise ValueError(f"the GGUF file has no field {key!r}")
+        return field.contents()
+
+    def _whole(self, key: str, *default: Any) -> int:
+        value = self._field(key, *default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"GGUF field {key}={value!r} must be a whole number")
+        return value
+
+
+def gguf_name(name: str) -> str:
+    """A tensor's GGUF name from its Hugging Face name."""
+    stem, kind = name.rsplit(".", 1)
+    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[stem]}.{kind}"
+
+
+def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:
+    """From llama.cpp's rotary order (pairs side by side) to Hugging Face's (halves)."""
+    head = values.shape[0] // num_heads
+    return values.reshape(num_heads, head // 2, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

@@ -1,0 +1,15 @@
+"""Mistral: Llama whose tokens may see only a sliding window."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.config import ModelConfig
+from quire.device.models.architecture import Architecture, read_config
+from quire.device.models.layers import decoder_layer
+
+
+def _config(hf: Mapping[str, Any]) -> ModelConfig:
+    return read_config(hf, "mistral", windows=(hf.get("sliding_window"),) * hf.get("num_hidden_layers", 0))
+
+
+ARCHITECTURE = Architecture(name="mistral", config=_config, layer=decoder_layer, gguf_permuted=True)

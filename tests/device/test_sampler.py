@@ -1,0 +1,177 @@
+"""The sampler draws what the distribution says, from the request's own counter, whoever shares the batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from quire.batch import pack_samples
+from quire.core.plan import Sample
+from quire.device.sampler import PREFIX, sample
+from quire.request import Request, SamplingParams, Sequence
+
+VOCAB = 1000
+run = jax.jit(sample)
+
+
+def inputs(params: list[SamplingParams], positions: list[int] | None = None, seeds=None, pad: int = 0, eos=frozenset()):
+    samples = []
+    for i, one in enumerate(params):
+        request = Request(id=str(i), prompt_token_ids=(1,), params=one)
+        seed = (seeds[i] if seeds else one.seed) or 0
+        sequence = Sequence(request, index=0, arrival=i, seed=seed, max_tokens=9, eos_ids=frozenset(eos))
+        samples.append(Sample(sequence, i, positions[i] if positions else 5, None))
+    return pack_samples(samples, len(params) + pad)
+
+
+def logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray:
+    return (np.random.default_rng(seed).standard_normal((rows, vocab)) * spread).astype(np.float32)
+
+
+def expected_distribution(row: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The textbook version, in float64."""
+    scaled = row.astype(np.float64) / params.temperature
+    p = np.exp(scaled - scaled.max())
+    p /= p.sum()
+    order = np.argsort(-p, kind="stable")
+    kept = np.ones(len(p), bool)
+    if params.top_k:
+        kept[order[params.top_k :]] = False
+    q = np.where(kept, p, 0)
+    q /= q.sum()
+    before = np.cumsum(q[order]) - q[order]
+    if params.top_p < 1:
+        kept[order[(before >= params.top_p) & (np.arange(len(p)) > 0)]] = False
+    kept &= p >= params.min_p * p.max()
+    q = np.where(kept, p, 0)
+    return q / q.sum()
+
+
+def test_greedy_takes_the_first_of_the_most_likely():
+    x = logits(3)
+    x[1, 700] = x[1, 30] = 50
+    assert run(x, inputs([SamplingParams(temperature=0)] * 3)).tokens_SR[:, 0].tolist() == [
+        x[0].argmax(),
+        30,
+        x[2].argmax(),
+    ]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.5},
+        {"top_k": 7},
+        {"top_k": 1},
+        {"top_p": 0.6},
+        {"top_k": 40, "top_p": 0.5},
+        {"min_p": 0.2},
+        {"top_p": 0.9, "min_p": 0.1},
+        {"top_p": 0.999, "temperature": 3.0},  # beyond the prefix
+        {"top_k": PREFIX + 100, "top_p": 0.97, "temperature": 4.0},  # beyond the prefix
+    ],
+    ids=str,
+)
+def test_draws_follow_the_distribution(params):
+    """20,000 draws at 20,000 positions against the textbook: never outside the cut, and chi-square small."""
+    one = SamplingParams(**params)
+    row = logits(1, spread=2.0)
+    n = 4000
+    counts = np.zeros(VOCAB)
+    for batch in range(5):
+        drawn = run(np.repeat(row, n, 0), inputs([one] * n, list(range(batch * n, batch * n + n)))).tokens_SR[:, 0]
+        counts += np.bincount(drawn, minlength=VOCAB)
+    p = expected_distribution(row[0], one)
+    assert counts[p == 0].sum() == 0
+    # Pool rare tokens so that every cell expects at least 20 draws.
+    order = np.argsort(-p)
+    common = order[p[order] * 5 * n >= 20]
+    cells = np.append(p[common], max(1 - p[common].sum(), 0)) * 5 * n
+    seen = np.append(counts[common], 5 * n - counts[common].sum())
+    chi2 = ((seen - cells) ** 2 / np.maximum(cells, 1e-9))[cells > 1e-6].sum()
+    freedom = max(len(common), 1)
+    assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5
+
+
+def test_a_token_does_not_depend_on_batch_mates_or_their_cuts():
+    mates = [
+        SamplingParams(top_p=0.9999, temperature=9.0, seed=3),  # forces the full sort
+        SamplingParams(temperature=0),
+        SamplingParams(top_k=3, seed=5),
+        SamplingParams(seed=6),
+        SamplingParams(min_p=0.3, logprobs=4, seed=7),
+        SamplingParams(top_p=0.7, seed=8),
+    ]
+    x = logits(len(mates))
+    together = run(x, inputs(mates)).tokens_SR[:, 0]
+    for i, one in enumerate(mates):
+        alone = run(x[i : i + 1], inputs([one], pad=0)).tokens_SR[0, 0]
+        assert alone == together[i], f"row {i} changed with its batch"
+
+
+def test_seed_index_and_position_each_change_the_draw_and_repeat_it():
+    x = np.zeros((1, VOCAB), np.float32)
+
+    def draw(seed=1, index=0, position=9):
+        made = inputs([SamplingParams(seed=seed)], [position])
+        return int(run(x, dataclasses.replace(made, index_S=np.array([index], np.int32))).tokens_SR[0, 0])
+
+    assert draw() == draw()
+    assert (
+        len({draw(), draw(seed=2), draw(index=1), draw(position=10), draw(seed=1 << 40), draw(seed=1 | 1 << 33)}) == 6
+    )
+
+
+def test_log_probabilities_are_the_models_own_whatever_was_cut():
+    x = logits(2)
+    out = run(x, inputs([SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=3), SamplingParams(temperature=0)]))
+    log_p = x - np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True))
+    token = int(out.tokens_SR[0, 0])
+    np.testing.assert_allclose(out.logprobs_SR[0, 0], log_p[0, token], atol=1e-5)
+    best = np.argsort(-log_p[0])[:20]
+    assert out.top_ids_SRX[0, 0].tolist() == best.tolist()
+    np.testing.assert_allclose(out.top_logprobs_SRX[0, 0], log_p[0, best], atol=1e-5)
+
+
+def test_a_target_is_scored_not_drawn():
+    x = logits(1)
+    made = inputs([SamplingParams(seed=1)])
+    made = dataclasses.replace(made, target_S=np.array([123], np.int32), want_logprobs=np.array(True))
+    out = run(x, made)
+    assert out.tokens_SR[0, 0] == 123
+    np.testing.assert_allclose(
+        out.logprobs_SR[0, 0], x[0, 123] - np.log(np.exp(x[0].astype(np.float64)).sum()), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_forbidden_tokens_are_never_drawn(temperature):
+    x = np.zeros((200, VOCAB), np.float32)
+    x[:, [3, 4]] = 20
+    params = SamplingParams(temperature=temperature, min_tokens=5, stop_token_ids=(4,))
+    drawn = run(x, inputs([params] * 200, list(range(200)), eos={3})).tokens_SR
+    assert not np.isin(drawn, [3, 4]).any()
+    free = SamplingParams(temperature=temperature, stop_token_ids=(4,))
+    assert np.isin(run(x, inputs([free] * 200, list(range(200)), eos={3})).tokens_SR, [3, 4]).all()
+
+
+def test_a_vocabulary_smaller_than_the_prefix_and_the_block():
+    x = logits(1, vocab=11)
+    for params in ({"top_k": 3}, {"top_p": 0.5}, {}, {"logprobs": 20}):
+        token = run(x, inputs([SamplingParams(seed=2, **params)])).tokens_SR[0, 0]
+        assert 0 <= token < 11
+
+
+def test_one_program_serves_every_mix():
+    count = run._cache_size()
+    x = logits(2, seed=9)
+    run(x, inputs([SamplingParams(temperature=0)] * 2))
+    base = run._cache_size()
+    for params in ({"top_k": 5}, {"top_p": 0.2}, {"logprobs": 2}, {"min_p": 0.1}, {"min_tokens": 2}):
+        run(x, inputs([SamplingParams(**params), SamplingParams(temperature=0)]))
+    assert run._cache_size() == base
+    assert base - count <= 1
+    assert jnp.asarray(x).dtype == jnp.float32
