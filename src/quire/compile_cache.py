@@ -1,0 +1,23 @@
+"""The persistent compilation cache: a second start finds its programs ready."""
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def use_compile_cache(folder: str | None) -> None:
+    """Keep compiled programs in `folder`; None for the user's cache folder, '' for nowhere.
+
+    JAX has one such cache per process: a program that has chosen one already keeps its choice.
+    """
+    if folder == "" or jax.config.jax_compilation_cache_dir:
+        return
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(folder) if folder else base / "quire" / "xla"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a read-only home: programs are compiled anew each time
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

@@ -1,0 +1,294 @@
+"""Offline use: prompts in, texts out, in the program that calls it.
+
+An `LLM` is an engine, its tokenizer and a loop. It keeps no state of its own between calls: pages, sequences and
+programs belong to the engine and live on.
+"""
+
+import signal
+import sys
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from tqdm import tqdm
+
+from quire.compile_cache import use_compile_cache
+from quire.config import EngineConfig, ModelConfig
+from quire.device.mesh import make_mesh
+from quire.engine import Engine
+from quire.loader import load_model
+from quire.outputs import CompletionOutput, RequestOutput, TextChunk
+from quire.request import Request, SamplingParams
+from quire.request import Sequence as TokenSequence
+from quire.text_stream import TextStream
+from quire.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate. A context manager; `close` gives its memory back."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        dtype: str = "bfloat16",
+        page_size: int = 16,
+        num_pages: int | None = None,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 512,
+        max_model_len: int | None = None,
+        debug: bool = False,
+        mesh: Mesh | None = None,
+        quiet: bool = False,
+        **expert: Any,
+    ) -> None:
+        """Load `model`: a folder, a GGUF file or `org/name@commit`. The knobs are those of `EngineConfig`."""
+        config = EngineConfig(
+            dtype=dtype,
+            page_size=page_size,
+            num_pages=num_pages,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+            debug=debug,
+            **expert,
+        )
+        mesh = mesh or make_mesh()
+        with _bar("loading", "layer", quiet) as bar:
+            loaded = load_model(model, mesh=mesh, dtype=dtype, progress=lambda done, total: _advance(bar, done, total))
+        self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet)
+
+    @classmethod
+    def from_params(
+        cls,
+        model_config: ModelConfig,
+        params: Any,
+        tokenizer: Tokenizer | None = None,
+        *,
+        mesh: Mesh | None = None,
+        quiet: bool = False,
+        **knobs: Any,
+    ) -> "LLM":
+        """Use weights that are already in this program: arrays as `quire.device.models.weights` lays them out.
+
+        `params_from_tensors` there makes them from arrays under Hugging Face names.
+        """
+        llm = cls.__new__(cls)
+        llm._start(model_config, params, tokenizer, EngineConfig(**knobs), mesh or make_mesh(), quiet)
+        return llm
+
+    def _start(
+        self,
+        model: ModelConfig,
+        params: Any,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        mesh: Mesh,
+        quiet: bool,
+    ) -> None:
+        use_compile_cache(config.compile_cache)
+        with _bar("compiling", "program", quiet) as bar:
+            self._engine: Engine | None = Engine(
+                model,
+                params,
+                config,
+                tokenizer=tokenizer,
+                mesh=mesh,
+                progress=lambda done, total, what: _advance(bar, done, total, what),
+            )
+        if not quiet:
+            print(f"quire: {self._engine.capacity}", file=sys.stderr)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine underneath."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed")
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; an error if it has none."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer: give token ids instead of text")
+        return self.engine.tokenizer
+
+    def close(self) -> None:
+        """Abort what runs and give weights and pages back."""
+        if self._engine is not None:
+            self._engine.reset()
+            self._engine = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- use -----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue every prompt; answers come in the order of the prompts.
+
+        A prompt is text or token ids; `params` is one for all or one for each. Every prompt is checked before the first
+        one runs. Ctrl-C aborts what this call started and is raised again.
+        """
+        requests = self._requests(_prompt_list(prompts), params)
+        with self._running(requests) as groups, _bar("generating", "sequence", not progress) as bar:
+            alive = sequences = [sequence for group in groups for sequence in group]
+            while alive:
+                self._step()
+                alive = [sequence for sequence in alive if sequence.finish_reason is None]
+                _advance(bar, len(sequences) - len(alive), len(sequences))
+        return [_request_output(group) for group in groups]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextChunk]:
+        """Continue one prompt, handing out text as it becomes certain. Leaving the loop early aborts the request."""
+        (request,) = self._requests([prompt], params)
+        self.engine.check(request)
+        return self._stream(request)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, progress: bool = False
+    ) -> RequestOutput:
+        """Answer a conversation, rendered by the model's own chat template."""
+        return self.generate([self.chat_prompt(messages)], params, progress=progress)[0]
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins."""
+        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """The log-probability of each token given those before it: entry i is that of `token_ids[i + 1]`.
+
+        Computed by the same forward, pages and chunks that generate; nothing is drawn.
+        """
+        params = SamplingParams(max_tokens=0, prompt_logprobs=True)
+        (output,) = self.generate([token_ids], params, progress=False)
+        return [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+
+    # -- how -----------------------------------------------------------------------------------------------------
+
+    def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one for each")
+        call = uuid.uuid4().hex[:8]
+        return [
+            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one)
+            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+        ]
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+    @contextmanager
+    def _running(self, requests: list[Request]) -> Iterator[list[list[TokenSequence]]]:
+        """Check every request, admit them all, and abort what is alive when the block is left, however it is left."""
+        engine = self.engine
+        for request in requests:
+            engine.check(request)
+        try:
+            yield [engine.add(request) for request in requests]
+        finally:
+            for request in requests:
+                engine.abort(request.id)
+
+    def _stream(self, request: Request) -> Iterator[TextChunk]:
+        with self._running([request]) as (sequences,):
+            sent = [0] * len(sequences)
+            alive = sequences
+            while alive:
+                self._step()
+                for sequence in alive:
+                    token_ids = sequence.output_token_ids[sent[sequence.index] :]
+                    if token_ids or sequence.finish_reason:
+                        sent[sequence.index] += len(token_ids)
+                        yield TextChunk(sequence.index, _new_text(sequence), token_ids, sequence.finish_reason)
+                alive = [sequence for sequence in alive if sequence.finish_reason is None]
+
+    def _step(self) -> None:
+        with _interrupts_wait():
+            self.engine.step()
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Hold Ctrl-C back until a step is whole, so that an abort finds the engine between two steps."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _prompt_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and all(isinstance(entry, int) for entry in prompts):
+        return [prompts]
+    for i, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
+            raise ValueError(f"prompts[{i}]={prompt!r} must be text or a list of token ids")
+    return prompts
+
+
+def _new_text(sequence: TokenSequence) -> str:
+    """Text that has become certain since the last call."""
+    if not isinstance(sequence.text, TextStream):
+        return ""
+    sequence.text.advance(sequence.output_token_ids)
+    delta = sequence.text.take()
+    return delta + sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else delta
+
+
+def _request_output(sequences: list[TokenSequence]) -> RequestOutput:
+    first = sequences[0]
+    outputs = [
+        CompletionOutput(
+            index=sequence.index,
+            token_ids=sequence.output_token_ids,
+            text=_new_text(sequence),
+            finish_reason=str(sequence.finish_reason),
+            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        )
+        for sequence in sequences
+    ]
+    return RequestOutput(
+        prompt_token_ids=list(first.request.prompt_token_ids),
+        outputs=outputs,
+        prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs else None,
+    )
+
+
+def _bar(what: str, unit: str, quiet: bool) -> tqdm:
+    """A progress bar on the terminal; nothing where standard error is none."""
+    return tqdm(desc=what, unit=f" {unit}", disable=True if quiet else None, leave=False)
+
+
+def _advance(bar: tqdm, done: int, total: int, what: str = "") -> None:
+    bar.total = total
+    bar.update(done - bar.n)
+    if what:
+        bar.set_postfix_str(what)

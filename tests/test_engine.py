@@ -1,0 +1,306 @@
+"""One engine, many requests: a token never depends on who else runs, how a prompt was cut, or what was preempted."""
+
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from quire import SamplingParams
+from quire.core.errors import AuditError, RequestError
+from quire.request import Request
+from tests.tiny import VOCAB, tiny_config, tiny_llm
+
+RNG = np.random.default_rng(0)
+PROMPTS = [RNG.integers(1, VOCAB, size=n).tolist() for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 60)]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+SEEDED = SamplingParams(seed=11, max_tokens=24, top_p=0.9, temperature=0.8)
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with tiny_llm(debug=True) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(llm, params):
+    return [tokens(llm.generate([prompt], params))[0] for prompt in PROMPTS]
+
+
+def test_batched_equals_alone(llm, params, alone):
+    assert tokens(llm.generate(PROMPTS, params)) == alone
+
+
+@pytest.mark.parametrize("budget", [8, 11, 200])
+@pytest.mark.parametrize("page_size", [1, 4, 128])
+def test_chunked_equals_whole_at_any_page_size(params, alone, budget, page_size):
+    with tiny_llm(max_num_batched_tokens=budget, page_size=page_size, num_pages=1024 // page_size, debug=True) as other:
+        assert tokens(other.generate(PROMPTS, params)) == alone
+
+
+def test_preempted_equals_undisturbed(params, alone):
+    with tiny_llm(num_pages=22, debug=True) as small:
+        assert tokens(small.generate(PROMPTS, params)) == alone
+        assert small.engine.stats().preemptions >= 3
+        assert small.engine.stats().held_pages == 0
+
+
+def test_the_reference_backend_agrees(params, alone):
+    with tiny_llm(attention="reference", debug=True) as other:
+        assert tokens(other.generate(PROMPTS, params)) == alone
+
+
+def test_two_devices_agree(params, alone):
+    assert len(jax.devices()) >= 2
+    with tiny_llm(num_devices=2) as other:
+        assert tokens(other.generate(PROMPTS, params)) == alone
+
+
+def test_heads_that_do_not_divide_are_refused_by_name():
+    with pytest.raises(ValueError, match="axis 'kv_heads' of length 1 cannot be split over 2 devices"):
+        tiny_llm(tiny_config(num_kv_heads=1), num_devices=2)
+
+
+def test_a_restarted_engine_gives_the_same(params, alone):
+    with tiny_llm() as other:
+        assert tokens(other.generate(PROMPTS[::-1], params))[::-1] == alone
+
+
+def test_each_of_n_samples_is_its_own_and_the_first_is_that_of_n_1(llm):
+    one = llm.generate([PROMPTS[5]], SEEDED)[0]
+    many = llm.generate([PROMPTS[5]], SamplingParams(seed=11, max_tokens=24, top_p=0.9, temperature=0.8, n=4))[0]
+    assert many.outputs[0].token_ids == one.outputs[0].token_ids
+    assert [output.index for output in many.outputs] == [0, 1, 2, 3]
+    assert len({tuple(output.token_ids) for output in many.outputs}) == 4
+
+
+def test_without_a_seed_two_calls_differ(llm):
+    params = SamplingParams(max_tokens=24)
+    assert tokens(llm.generate([PROMPTS[5]], params)) != tokens(llm.generate([PROMPTS[5]], params))
+
+
+def test_freed_pages_are_nan_and_nobody_notices(params, alone):
+    """No stray read: with debug every freed page is poisoned, and the pool is used many times over."""
+    with tiny_llm(num_pages=40, debug=True) as other:
+        for _ in range(3):
+            assert tokens(other.generate(PROMPTS, params)) == alone
+        poisoned = sum(
+            bool(np.isnan(np.asarray(array)).any()) for layer in other.engine.runner._cache.layers for array in layer
+        )
+        assert poisoned == 4, "the pages really were poisoned"
+
+
+@pytest.mark.parametrize("attention", ["xla", "reference"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_whatever_lies_in_unwritten_pages_changes_nothing(attention, poison, alone, params):
+    with tiny_llm(attention=attention) as other:
+        runner = other.engine.runner
+        runner._cache = jax.tree.map(
+            lambda x: jax.device_put(np.full(x.shape, poison, x.dtype), x.sharding), runner._cache
+        )
+        assert tokens(other.generate(PROMPTS, params)) == alone
+
+
+def test_every_layer_has_its_own_pages(llm):
+    """Pitfall 2.8.3 of the seeds: all layers sharing one cache."""
+    llm.generate(PROMPTS[:3], GREEDY)
+    arrays = [np.asarray(array) for layer in llm.engine.runner._cache.layers for array in layer]
+    assert len(arrays) == 2 * llm.engine.model.num_layers
+    for i, a in enumerate(arrays):
+        for b in arrays[i + 1 :]:
+            assert not np.array_equal(a, b, equal_nan=True)
+
+
+def test_log_probabilities_are_those_of_scoring(llm):
+    out = llm.generate([PROMPTS[9]], SamplingParams(seed=3, max_tokens=12, logprobs=2, ignore_eos=True))[0]
+    completion = out.outputs[0]
+    scores = llm.score(out.prompt_token_ids + completion.token_ids)
+    assert [entry.token_id for entry in completion.logprobs] == completion.token_ids
+    np.testing.assert_allclose([entry.logprob for entry in completion.logprobs], scores[-12:], atol=1e-4)
+    for entry in completion.logprobs:
+        assert len(entry.top) == 2
+        assert entry.top[0][1] >= entry.top[1][1] >= -50
+        assert entry.top[0][1] >= entry.logprob - 1e-6
+
+
+def test_scores_do_not_depend_on_chunks_or_company(llm):
+    long = RNG.integers(1, VOCAB, size=120).tolist()
+    whole = llm.score(long)
+    assert len(whole) == 119
+    with tiny_llm(max_num_batched_tokens=8, debug=True) as other:
+        np.testing.assert_allclose(other.score(long), whole, atol=1e-4)
+        params = [SamplingParams(max_tokens=0, prompt_logprobs=True), *[GREEDY] * 5]
+        out = other.generate([long, *PROMPTS[:5]], params)[0]
+        np.testing.assert_allclose([e.logprob for e in out.prompt_logprobs[1:]], whole, atol=1e-4)
+        assert out.outputs[0].token_ids == []
+
+
+def test_stop_ids_eos_and_min_tokens(llm):
+    free = tokens(llm.generate([PROMPTS[4]], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)))[0]
+    stop = free[5]
+    first = free.index(stop)
+    cut = llm.generate(
+        [PROMPTS[4]], SamplingParams(temperature=0, max_tokens=24, stop_token_ids=[stop], ignore_eos=True)
+    )
+    assert cut[0].outputs[0].token_ids == free[: first + 1]
+    assert cut[0].outputs[0].finish_reason == "stop"
+    pair = llm.generate([PROMPTS[4]], SamplingParams(temperature=0, max_tokens=24, stop=[free[3:5]], ignore_eos=True))
+    assert pair[0].outputs[0].token_ids == free[:5]
+    later = llm.generate(
+        [PROMPTS[4]],
+        SamplingParams(temperature=0, max_tokens=24, min_tokens=10, stop_token_ids=[stop], ignore_eos=True),
+    )[0].outputs[0]
+    assert len(later.token_ids) >= 10
+    assert stop not in later.token_ids[:9]
+
+
+def test_requests_that_can_never_run_are_refused_before_anything_runs(llm):
+    bad = {
+        "empty": ([], SamplingParams()),
+        r"prompt token 97 .* \(0 to 96\)": ([97], SamplingParams()),
+        "prompt token -1": ([-1], SamplingParams()),
+        "prompt token True": ([1, True], SamplingParams()),
+        r"a prompt of 4 tokens \+ max_tokens=253 is more than max_model_len=256": (
+            [1] * 4,
+            SamplingParams(max_tokens=253),
+        ),
+        "leaves 0 for new ones": ([1] * 256, SamplingParams()),
+        "there is no tokenizer": ([1], SamplingParams(stop="x")),
+    }
+    before = llm.engine.stats().steps
+    for match, (prompt, params) in bad.items():
+        with pytest.raises(RequestError, match=match):
+            llm.generate([[1, 2, 3], prompt], [GREEDY, params])
+    assert llm.engine.stats().steps == before
+    assert not llm.engine.has_work
+
+
+def test_a_request_larger_than_the_pool_names_the_pool():
+    with tiny_llm(num_pages=8) as small:
+        with pytest.raises(RequestError, match=r"needs 9 pages .* the pool has 8 pages of 4 tokens"):
+            small.generate([[1] * 20], SamplingParams(max_tokens=14))
+        out = small.generate([[1] * 20], SamplingParams(temperature=0, ignore_eos=True))[0]
+        assert len(out.outputs[0].token_ids) == 13, "max_tokens=None gives what fits"
+
+
+def test_more_requests_than_rows_all_come_back_in_order(llm):
+    """Levanter's generate returned requests beyond the first batch empty."""
+    prompts = [[1 + i % 90] for i in range(50)]
+    out = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+    assert [o.prompt_token_ids for o in out] == prompts
+    assert {len(o.outputs[0].token_ids) for o in out} == {5}
+
+
+def test_calls_from_another_thread_raise(llm):
+    errors = []
+
+    def call():
+        for method in (llm.engine.step, llm.engine.stats, llm.engine.audit, llm.engine.reset):
+            try:
+                method()
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    thread = threading.Thread(target=call, name="stranger")
+    thread.start()
+    thread.join()
+    assert len(errors) == 4
+    assert "'stranger'" in errors[0]
+
+
+def request(i, prompt=(1, 2, 3), **params):
+    return Request(id=str(i), prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
+
+
+def test_add_step_abort_reset(llm):
+    engine = llm.engine
+    engine.add(request("a", max_tokens=200, ignore_eos=True))
+    engine.add(request("b", max_tokens=200, n=3, ignore_eos=True))
+    with pytest.raises(RequestError, match="'a' is in use"):
+        engine.add(request("a"))
+    assert len(engine.step()) == 4
+    assert engine.stats().running == 4
+    assert engine.stats().held_pages == 4
+    assert engine.abort("b") == 3
+    assert engine.abort("b") == 0
+    assert engine.abort("nobody") == 0
+    assert engine.stats().running == 1
+    assert engine.reset() == 1
+    stats = engine.stats()
+    assert (stats.free_pages, stats.held_pages, stats.sum_refcounts, stats.running) == (64, 0, 0, 0)
+    assert engine.step() == []
+    engine.audit()
+
+
+def test_audit_finds_a_lost_page(llm):
+    engine = llm.engine
+    (sequence,) = engine.add(request("lost", prompt=range(1, 10), max_tokens=20, ignore_eos=True))
+    engine.step()
+    page = sequence.pages.pop()
+    with pytest.raises(AuditError):
+        engine.audit()
+    sequence.pages.append(page)
+    engine.audit()
+    engine.reset()
+
+
+def test_no_compile_after_warm_up_and_few_programs(llm):
+    stats = llm.engine.stats()
+    assert stats.compiles_after_warmup == 0
+    assert stats.programs <= 16
+
+
+def test_a_compile_inside_a_run_is_counted_and_can_be_fatal():
+    with tiny_llm(fail_on_compile=True) as other:
+        runner = other.engine.runner
+        shape = runner.shapes[0]
+        program = runner._programs[shape]
+
+        def with_compile(*args):
+            jax.block_until_ready(jax.jit(lambda x: x * 3 + 1)(np.float32(time.time())))
+            return program(*args)
+
+        runner._programs[shape] = with_compile
+        with pytest.raises(RuntimeError, match="compiled after warm-up"):
+            other.generate([[1]], GREEDY)
+        assert runner.num_compiles == 1
+
+
+def test_reset_costs_the_same_for_any_pool():
+    def measure(num_pages):
+        with tiny_llm(num_pages=num_pages, max_model_len=64) as other:
+            times = []
+            for i in range(30):
+                for j in range(8):
+                    other.engine.add(request(f"{i}-{j}", max_tokens=20))
+                other.engine.step()
+                start = time.perf_counter()
+                other.engine.reset()
+                times.append(time.perf_counter() - start)
+            return np.median(times)
+
+    small, large = measure(1000), measure(64_000)
+    print(f"reset: {small * 1e6:.0f} us at 1,000 pages, {large * 1e6:.0f} us at 64,000")
+    assert large < 2 * small + 20e-6
+
+
+def test_the_default_knobs_stay_within_16_programs():
+    from quire.batch import step_shapes
+    from quire.config import EngineConfig
+
+    for seqs, budget in ((1, 1), (1, 512), (64, 512), (256, 2048), (4096, 8192), (65_536, 65_536)):
+        shapes = step_shapes(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget))
+        assert len(shapes) + 2 <= 16
+        assert len(set(shapes)) == len(shapes)
+        assert min(shape.num_rows for shape in shapes) >= 4

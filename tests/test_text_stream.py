@@ -1,0 +1,239 @@
+"""Protects what a client reads while tokens arrive: whole characters, nothing at or after a stop, nothing revised."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.text_stream import TextStream
+from quire.tokenizer import Tokenizer
+
+BYTES = [bytes([byte]) for byte in range(256)]
+SPECIAL_ID = 256
+WORDS = [b"ab", b"ba", b"aab", b"\xe4\xbd", b"\xa0", b"\x8d\xa8", b" you", b"\xf0\x9f\x91", b"\xff\xfe", b"", b"\r\n"]
+
+
+def make_tokenizer(strips_leading_space: bool = False) -> Tokenizer:
+    """Every byte is a token, so random ids make every valid and invalid byte string; 256 is special."""
+    return Tokenizer(
+        tokenizers.Tokenizer(tokenizers.models.BPE()),
+        [*BYTES, b"<|special|>", *WORDS],
+        special_ids=frozenset({SPECIAL_ID}),
+        bos_id=None,
+        eos_ids=frozenset(),
+        strips_leading_space=strips_leading_space,
+        chat_template=None,
+        special_tokens={},
+    )
+
+
+TOKENIZER = make_tokenizer()
+SENTENCEPIECE = make_tokenizer(strips_leading_space=True)
+any_ids = st.lists(st.integers(0, TOKENIZER.vocab_size + 1))  # one id more than there are tokens
+ab_ids = st.lists(st.sampled_from([ord("a"), ord("b"), 257, 258, 259]), max_size=30)
+ab_stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
+
+
+def stream(text_stream: TextStream, ids: Sequence[int]) -> list[str]:
+    """Deltas of one token at a time, without the last."""
+    deltas = []
+    for num_ids in range(1, len(ids) + 1):
+        text_stream.advance(ids[:num_ids])
+        deltas.append(text_stream.take())
+    return deltas
+
+
+def longest_suffix_in(sequence: Sequence, patterns: Sequence[Sequence], proper: bool) -> int:
+    """Length of the longest suffix of `sequence` that begins a pattern: the slow and obvious way."""
+    return max(
+        num
+        for num in range(len(sequence) + 1)
+        if num == 0
+        or any(
+            tuple(pattern[:num]) == tuple(sequence[len(sequence) - num :]) and num + proper <= len(pattern)
+            for pattern in patterns
+        )
+    )
+
+
+def first_stop(text: str, stops: Sequence[str]) -> str | None:
+    """Text before the stop that is complete first (the longest of those that end together), None without one."""
+    for end in range(1, len(text) + 1):
+        matches = [stop for stop in stops if text[:end].endswith(stop)]
+        if matches:
+            return text[: end - max(map(len, matches))]
+    return None
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
+@given(any_ids)
+def test_deltas_add_up_to_decode(tokenizer: Tokenizer, ids: list[int]):
+    text_stream = TextStream(tokenizer)
+    deltas = [*stream(text_stream, ids), text_stream.finish()]
+    assert "".join(deltas) == tokenizer.decode(ids)
+    assert text_stream.text == tokenizer.decode(ids)
+
+
+@given(st.text())
+def test_never_half_a_character(text: str):
+    text_stream = TextStream(TOKENIZER)
+    so_far = ""
+    for delta in stream(text_stream, list(text.encode())):
+        so_far += delta
+        assert text.startswith(so_far)
+    assert so_far + text_stream.finish() == text
+
+
+def test_a_character_appears_with_its_last_byte():
+    assert stream(TextStream(TOKENIZER), list("é👍".encode())) == ["", "é", "", "", "", "👍"]
+
+
+def test_an_incomplete_tail_becomes_the_replacement_character():
+    text_stream = TextStream(TOKENIZER)
+    ids = [*b"ok", 0xF0, 0x9F]
+    assert stream(text_stream, ids) == ["o", "k", "", ""]
+    assert text_stream.finish() == "\ufffd"
+    assert text_stream.text == TOKENIZER.decode(ids)
+
+
+def test_special_tokens_have_no_text_even_inside_a_character():
+    text_stream = TextStream(TOKENIZER)
+    assert stream(text_stream, [0xC3, SPECIAL_ID, 0xA9]) == ["", "", "é"]
+
+
+def test_only_the_first_space_is_stripped():
+    text_stream = TextStream(SENTENCEPIECE)
+    ids = [SPECIAL_ID, *b"  a b"]
+    assert "".join(stream(text_stream, ids)) == " a b" == SENTENCEPIECE.decode(ids)
+
+
+def test_calling_twice_is_free():
+    text_stream = TextStream(TOKENIZER)
+    ids = list(b"abc")
+    assert [text_stream.advance(ids), text_stream.take()] == [False, "abc"]
+    assert [text_stream.advance(ids), text_stream.take()] == [False, ""]
+    assert [text_stream.finish(), text_stream.num_tokens] == ["", 3]
+
+
+@given(ab_ids, ab_stops, st.lists(st.tuples(st.integers(1, 5), st.booleans())))
+def test_stop_strings(ids: list[int], stops: list[str], portions: list[tuple[int, bool]]):
+    """Against brute force, with tokens arriving in any portions and taken or not."""
+    text_stream = TextStream(TOKENIZER, stops)
+    read, num_ids = "", 0
+    for num_new, takes in [*portions, (len(ids), False)]:
+        num_ids += num_new
+        so_far = TOKENIZER.decode(ids[:num_ids])
+        before_stop = first_stop(so_far, stops)
+        assert text_stream.advance(ids[:num_ids]) == (before_stop is not None)
+        if takes:
+            read += text_stream.take()
+            # What cannot begin a stop is out at once, and nothing else.
+            held = longest_suffix_in(so_far, stops, proper=True)
+            assert read == (so_far[: len(so_far) - held] if before_stop is None else before_stop)
+    before_stop = first_stop(TOKENIZER.decode(ids), stops)
+    read += text_stream.finish()
+    assert read == text_stream.text == (TOKENIZER.decode(ids) if before_stop is None else before_stop)
+
+
+def test_a_stop_string_across_tokens_and_characters():
+    text_stream = TextStream(TOKENIZER, ["</ä>"])
+    ids = list("x</b></ä>y".encode())
+    assert "".join(stream(text_stream, ids)) == "x</b>"
+    assert text_stream.advance(ids)
+    assert text_stream.num_tokens == len("x</b></ä>".encode())
+    assert text_stream.finish() == ""
+
+
+def test_the_stop_that_is_complete_first_wins_however_the_text_is_cut():
+    for ids in (list(b"abxab"), [257, *b"x", 257]):
+        text_stream = TextStream(TOKENIZER, ["bxab", "x"])
+        assert text_stream.advance(ids)
+        assert text_stream.finish() == "ab"
+
+
+def test_a_stop_string_made_by_the_flush_of_an_incomplete_character():
+    text_stream = TextStream(TOKENIZER, ["\ufffd"])
+    assert not text_stream.advance([*b"a", 0xC3])
+    assert text_stream.finish() == "a"
+
+
+@given(ab_ids, st.lists(st.lists(st.sampled_from([97, 98, 257]), min_size=1, max_size=4).map(tuple), max_size=3))
+def test_tokens_that_may_begin_a_stop_sequence_are_held_back(ids: list[int], sequences: list[tuple[int, ...]]):
+    text_stream = TextStream(TOKENIZER, stop_sequences=sequences)
+    read = ""
+    for num_ids in range(1, len(ids) + 1):
+        text_stream.advance(ids[:num_ids])
+        read += text_stream.take()
+        held = longest_suffix_in(ids[:num_ids], sequences, proper=False)
+        assert read == TOKENIZER.decode(ids[: num_ids - held])
+        matches = [len(s) for s in sequences if tuple(ids[:num_ids][-len(s) :]) == s]
+        if matches:  # the engine stops on any of them
+            read += text_stream.finish(drop_tokens=matches[0])
+            assert read == TOKENIZER.decode(ids[: num_ids - matches[0]])
+            return
+    assert read + text_stream.finish() == TOKENIZER.decode(ids)
+
+
+def test_a_stop_string_inside_held_back_tokens_is_seen_at_once():
+    text_stream = TextStream(TOKENIZER, ["b"], [(ord("a"), ord("b"), ord("c"))])
+    assert not text_stream.advance(list(b"a"))
+    assert text_stream.take() == ""
+    assert text_stream.advance(list(b"ab"))
+    assert text_stream.finish() == "a"
+
+
+def test_dropping_a_stop_token_keeps_the_incomplete_character_before_it():
+    ids = [*b"a", 0xC3, *b"z"]
+    text_stream = TextStream(TOKENIZER, stop_sequences=[(ord("z"),)])
+    assert stream(text_stream, ids) == ["a", "", ""]
+    assert text_stream.finish(drop_tokens=1) == "\ufffd"
+    assert text_stream.text == TOKENIZER.decode(ids[:-1])
+
+
+def test_dropping_a_stop_token_keeps_the_stop_string_that_began_before_it():
+    text_stream = TextStream(TOKENIZER, ["ab"], [(ord("b"),)])
+    assert text_stream.advance(list(b"xab"))
+    assert text_stream.finish(drop_tokens=1) == "x"
+
+
+def test_dropping_the_whole_stop_string_leaves_the_text_before_it():
+    text_stream = TextStream(TOKENIZER, ["b"], [(ord("b"),)])
+    assert text_stream.advance(list(b"xab"))
+    assert text_stream.finish(drop_tokens=1) == "xa"
+
+
+def test_taken_text_is_never_taken_back():
+    text_stream = TextStream(TOKENIZER)
+    text_stream.advance(list(b"ab"))
+    assert [text_stream.take(), text_stream.finish(drop_tokens=1), text_stream.text] == ["ab", "", "ab"]
+
+
+@pytest.mark.parametrize("drop_tokens", [-1, 2])
+def test_dropping_more_than_a_stop_is_an_error(drop_tokens: int):
+    text_stream = TextStream(TOKENIZER)
+    text_stream.advance(list(b"abc"))
+    with pytest.raises(ValueError, match=r"drop_tokens must be 0\.\.1"):
+        text_stream.finish(drop_tokens)
+
+
+def test_empty_stops_are_errors_that_name_the_field():
+    with pytest.raises(ValueError, match=r"stop_strings\[1\]"):
+        TextStream(TOKENIZER, ["a", ""])
+    with pytest.raises(ValueError, match=r"stop_sequences\[0\]"):
+        TextStream(TOKENIZER, stop_sequences=[()])
+
+
+def test_cost_does_not_grow_with_the_text_or_the_stops():
+    """A stop of 20,000 characters that always nearly matches: a quadratic stream would need minutes."""
+    text_stream = TextStream(TOKENIZER, ["a" * 20_000 + "b"], [(*b"a" * 20_000, ord("c"))])
+    ids = list(b"a" * 60_000)
+    num_read, started = 0, time.perf_counter()
+    for num_ids in range(0, len(ids), 50):
+        text_stream.advance(ids[:num_ids])
+        num_read += len(text_stream.take())
+    text_stream.advance(ids)
+    assert num_read + len(text_stream.finish()) == len(ids)
+    assert time.perf_counter() - started < 5
