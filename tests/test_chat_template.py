@@ -96,6 +96,12 @@ def test_everything_templates_use_as_transformers_renders_it():
     assert render(PROBE, add_generation_prompt=False) == "<s>\n<user 1/1 True>Hi\n['user'] 1-user user! ababab"
 
 
+def test_tools_and_documents_are_none_unless_given():
+    source = "{{ tools is none }} {{ documents is none }}"
+    assert render(source) == "True True"
+    assert render(source, tools=[], documents=[]) == "False False"
+
+
 def test_strftime_now():
     assert render("{{ strftime_now('%Y') }}") == datetime.now().strftime("%Y")
 

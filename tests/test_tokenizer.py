@@ -160,6 +160,7 @@ def byte_level_fields(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
 
 PIECES = {"▁": -1, "e": -2, "l": -3, "o": -4, "h": -5, "w": -6, "r": -7, "d": -8, "ll": -20, "he": -21, "llo": -22}
 PIECES |= {"hello": -23, "▁hello": -24, "▁w": -25, "or": -26, "▁wor": -27, "ld": -28, "▁world": -29, "▁▁": -30}
+PIECES |= {"el": -40, "lo": -19, "ow": -35}  # compete with others for their letters
 
 
 def sentencepiece_fields(**changes: Any) -> dict[str, Any]:

@@ -235,7 +235,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self.meter.made(value)
 
     def read(self, value: Any) -> Any:
-        return value
+        return self.meter.read(value)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template = _AddPayments().visit(super()._parse(source, name, filename))
@@ -244,7 +244,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     @pass_context
     def _finalize(self, context: Context, value: Any) -> Any:
-        return value
+        return self.meter.read(value)
 
     def _paid(self, function: Callable[..., Any], pay: Callable[[_Meter, Any], Any]) -> Callable[..., Any]:
         """A filter or test that pays for its arguments before it runs and for its result after."""

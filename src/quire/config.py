@@ -5,7 +5,6 @@ a model file says of itself. Neither knows jax.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ ATTENTION_BACKENDS = ("xla", "reference")
 # Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
 MAX_DIMENSION = 1 << 24
 MAX_PAGES = 1 << 30
+MAX_LAYERS = 4096
 
 
 def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
@@ -78,6 +78,15 @@ class RopeScaling:
     factors: tuple[float, ...] = ()
     """For "factors": what each pair's frequency is divided by, as a GGUF file carries it."""
 
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _positive(name, getattr(self, name), 1e6)
+        for factor in self.factors:
+            _positive("factors", factor, 1e6)
+        _whole("original_max_len", self.original_max_len, 1, MAX_DIMENSION)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(f"high_freq_factor={self.high_freq_factor} must be above {self.low_freq_factor=}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -108,15 +117,13 @@ class ModelConfig:
             "num_heads", "num_kv_heads", "head_dim", "max_len",
         ):  # fmt: skip
             _whole(name, getattr(self, name), 1, MAX_DIMENSION)
-        _whole("num_layers", self.num_layers, 1, 4096)
+        _whole("num_layers", self.num_layers, 1, MAX_LAYERS)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
-        for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
-                raise ValueError(f"{name}={value!r} must be a positive number")
+        _positive("rope_theta", self.rope_theta, 1e12)
+        _positive("norm_eps", self.norm_eps, 1.0)
         windows = self.windows or (None,) * self.num_layers
         if len(windows) != self.num_layers:
             raise ValueError(f"windows has {len(windows)} entries for num_layers={self.num_layers}")
@@ -138,6 +145,11 @@ class ModelConfig:
 def _whole(name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be a whole number from {low:,} to {high:,}")
+
+
+def _positive(name: str, value: Any, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
+        raise ValueError(f"{name}={value!r} must be a number above 0, at most {high:g}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

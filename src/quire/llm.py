@@ -259,8 +259,7 @@ def _new_text(sequence: TokenSequence) -> str:
     if not isinstance(sequence.text, TextStream):
         return ""
     sequence.text.advance(sequence.output_token_ids)
-    delta = sequence.text.take()
-    return delta + sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else delta
+    return sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.text.take()
 
 
 def _request_output(sequences: list[TokenSequence]) -> RequestOutput:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import ModelConfig, RopeScaling
+from quire.config import MAX_LAYERS, ModelConfig, RopeScaling
 from quire.device.models.layers import LayerFunction
 
 
@@ -26,14 +26,24 @@ class Architecture:
     """llama.cpp stores the rows of q and k in another rotary order for this architecture."""
 
 
-def read_config(hf: Mapping[str, Any], name: str, *, windows: tuple[int | None, ...] = (), **extra: Any) -> ModelConfig:
-    """The fields that every decoder's config.json has, in the old and the new spelling."""
+def read_config(
+    hf: Mapping[str, Any], name: str, *, windows: Callable[[int], tuple[int | None, ...]] = lambda _: ()
+) -> ModelConfig:
+    """The fields that every decoder's config.json has, in the old and the new spelling.
+
+    `windows` gives each layer's window from the number of layers.
+    """
+    num_layers = _need(hf, "num_hidden_layers", int)
+    if not 0 < num_layers <= MAX_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers={num_layers} must be from 1 to {MAX_LAYERS}")
     num_heads = _need(hf, "num_attention_heads", int)
     hidden_size = _need(hf, "hidden_size", int)
-    rope = hf.get("rope_parameters") or {}
-    scaling = rope or hf.get("rope_scaling")
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10_000.0))
-    activation = hf.get("hidden_act", "silu")
+    rope = _default(hf, "rope_parameters", {})
+    scaling = rope or _default(hf, "rope_scaling", {})
+    if not isinstance(scaling, dict):
+        raise ValueError(f"config.json: rope scaling {scaling!r} must be an object")
+    theta = rope.get("rope_theta", _default(hf, "rope_theta", 10_000.0))
+    activation = _default(hf, "hidden_act", "silu")
     if activation != "silu":
         raise ValueError(f"config.json: hidden_act={activation!r} is not supported, only 'silu'")
     for bias in ("mlp_bias", "attention_bias"):
@@ -42,20 +52,19 @@ def read_config(hf: Mapping[str, Any], name: str, *, windows: tuple[int | None, 
     return ModelConfig(
         architecture=name,
         vocab_size=_need(hf, "vocab_size", int),
-        num_layers=_need(hf, "num_hidden_layers", int),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         intermediate_size=_need(hf, "intermediate_size", int),
         num_heads=num_heads,
-        num_kv_heads=hf.get("num_key_value_heads") or num_heads,
-        head_dim=hf.get("head_dim") or hidden_size // max(num_heads, 1),
+        num_kv_heads=_default(hf, "num_key_value_heads", num_heads),
+        head_dim=_default(hf, "head_dim", hidden_size // max(num_heads, 1)),
         max_len=_need(hf, "max_position_embeddings", int),
-        rope_theta=float(theta),
+        rope_theta=theta,
         rope_scaling=_rope_scaling(scaling),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=_default(hf, "rms_norm_eps", 1e-6),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        windows=windows,
+        windows=windows(num_layers),
         eos_ids=_ids(hf.get("eos_token_id")),
-        **extra,
     )
 
 
@@ -66,6 +75,12 @@ def _need(hf: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
+def _default(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+    """A field that may be absent or null; what is there is checked by ModelConfig."""
+    value = hf.get(key)
+    return default if value is None else value
+
+
 def _ids(value: Any) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -73,20 +88,23 @@ def _ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _rope_scaling(scaling: Any) -> RopeScaling | None:
+def _rope_scaling(scaling: Mapping[str, Any]) -> RopeScaling | None:
     if not scaling:
         return None
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling(kind="linear", factor=float(scaling["factor"]))
-    if kind == "llama3":
-        return RopeScaling(
-            kind="llama3",
-            factor=float(scaling["factor"]),
-            low_freq_factor=float(scaling["low_freq_factor"]),
-            high_freq_factor=float(scaling["high_freq_factor"]),
-            original_max_len=int(scaling["original_max_position_embeddings"]),
-        )
+    try:
+        if kind == "linear":
+            return RopeScaling(kind="linear", factor=scaling["factor"])
+        if kind == "llama3":
+            return RopeScaling(
+                kind="llama3",
+                factor=scaling["factor"],
+                low_freq_factor=scaling["low_freq_factor"],
+                high_freq_factor=scaling["high_freq_factor"],
+                original_max_len=scaling["original_max_position_embeddings"],
+            )
+    except KeyError as error:
+        raise ValueError(f"config.json: rope scaling of type {kind!r} lacks {error}") from error
     raise ValueError(f"config.json: rope type {kind!r} is not supported; supported are default, linear, llama3")

@@ -39,10 +39,10 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.reader = gguf.GGUFReader(path)
-            self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-        except (ValueError, KeyError, IndexError, OverflowError, MemoryError, OSError, UnicodeDecodeError) as error:
+            self.reader: gguf.GGUFReader = _StrictReader(path)
+        except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, OSError) as error:
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {error}") from error
+        self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))
         self._architecture = get_architecture(self.name)
         self._config = self._read_config()
@@ -117,6 +117,18 @@ class GgufFile:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"GGUF field {key}={value!r} must be a whole number")
         return value
+
+
+class _StrictReader(gguf.GGUFReader):
+    """The package's reader, which takes what lies past the end of a file for empty; here that is an error.
+
+    Otherwise a header that claims 2**60 entries would be read until memory ends.
+    """
+
+    def _get(self, offset, dtype, count=1, override_order=None):
+        if not 0 <= int(offset) + int(count) * np.dtype(dtype).itemsize <= len(self.data) or int(count) < 0:
+            raise ValueError(f"{int(count)} values at byte {int(offset)} reach past the end of the file")
+        return super()._get(offset, dtype, count, override_order)
 
 
 def gguf_name(name: str) -> str:

@@ -9,7 +9,7 @@ from quire.device.models.layers import decoder_layer
 
 
 def _config(hf: Mapping[str, Any]) -> ModelConfig:
-    return read_config(hf, "mistral", windows=(hf.get("sliding_window"),) * hf.get("num_hidden_layers", 0))
+    return read_config(hf, "mistral", windows=lambda num_layers: (hf.get("sliding_window"),) * num_layers)
 
 
 ARCHITECTURE = Architecture(name="mistral", config=_config, layer=decoder_layer, gguf_permuted=True)

@@ -1,6 +1,7 @@
 """Qwen 2 and 2.5: biases on q, k and v; where windows are used, only the upper layers have one."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from quire.config import ModelConfig
@@ -8,10 +9,9 @@ from quire.device.models.architecture import Architecture, read_config
 from quire.device.models.layers import decoder_layer
 
 
-def upper_layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
+def upper_layer_windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window: from `layer_types` when the config has it, else from `max_window_layers` on."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    num_layers = hf.get("num_hidden_layers", 0)
     kinds = hf.get("layer_types")
     if kinds is None:
         first = hf.get("max_window_layers", num_layers)
@@ -20,7 +20,7 @@ def upper_layer_windows(hf: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _config(hf: Mapping[str, Any]) -> ModelConfig:
-    return read_config(hf, "qwen2", windows=upper_layer_windows(hf))
+    return read_config(hf, "qwen2", windows=partial(upper_layer_windows, hf))
 
 
 ARCHITECTURE = Architecture(name="qwen2", config=_config, layer=decoder_layer, qkv_bias=True)

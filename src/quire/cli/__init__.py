@@ -1,0 +1,113 @@
+"""The `quire` command. Each subcommand is a module beside this one; flags for the engine come from `EngineConfig`."""
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Sequence
+
+from quire import __version__
+from quire.config import EngineConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Parse and run; errors that a person can mend are one line, without a traceback."""
+    parser = argparse.ArgumentParser(prog="quire", description="Language models on a paged KV cache, in JAX.")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _generate_parser(commands)
+    _chat_parser(commands)
+    commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
+    args = parser.parse_args(argv)
+    try:
+        return _run(args)
+    except ValueError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "doctor":
+        from quire.cli import doctor
+
+        return doctor.run()
+    if args.command == "generate":
+        from quire.cli import generate
+
+        return generate.run(args)
+    from quire.cli import chat
+
+    return chat.run(args)
+
+
+def _generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="text to continue; without any, lines from stdin")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    _sampling_flags(parser, max_tokens=64, temperature=0.0)
+    _engine_flags(parser)
+
+
+def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends an answer, Ctrl-D the chat."
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    _sampling_flags(parser, max_tokens=512, temperature=0.7)
+    _engine_flags(parser, max_num_seqs=4)
+
+
+def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"new tokens ({max_tokens})")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=temperature,
+        metavar="T",
+        help=f"0 for the likeliest token ({temperature:g})",
+    )
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share (1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0 for all (0)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="leave out the unlikely (0)")
+    group.add_argument("--seed", type=int, metavar="N", help="draw the same every time")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+
+
+def _engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """One flag for each field of EngineConfig."""
+    ordinary, expert = parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts")
+    for field in dataclasses.fields(EngineConfig):
+        group = expert if field.metadata["expert"] else ordinary
+        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+        default = defaults.get(field.name, field.default)
+        if field.type is bool:
+            group.add_argument(flag, action="store_true", default=default, help=text)
+        else:
+            kind = _plain(field.type)
+            shown = text if default is None else f"{text} ({default})"
+            group.add_argument(flag, type=kind, default=default, metavar=field.name[-1].upper(), help=shown)
+
+
+def _plain(annotation: typing.Any) -> type:
+    """`int` for `int | None`."""
+    if isinstance(annotation, types.UnionType):
+        return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
+    return annotation
+
+
+def engine_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
+    """The engine's fields from parsed flags."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+
+
+def sampling_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
+    """The fields of SamplingParams from parsed flags."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
+    return {name: getattr(args, name) for name in names}

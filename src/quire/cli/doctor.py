@@ -1,0 +1,81 @@
+"""`quire doctor`: what this machine has, and whether Quire runs on it."""
+
+import importlib.metadata
+import platform
+import sys
+
+PACKAGES = ("quire", "jax", "jaxlib", "numpy", "tokenizers", "safetensors", "gguf", "huggingface-hub")
+
+
+def run() -> int:
+    """Print versions, devices and memory, then run one step of a tiny model. Returns 0 when it works."""
+    print(f"python       {platform.python_version()} on {platform.system()} {platform.machine()}")
+    for name in PACKAGES:
+        print(f"{name:<12} {_version(name)}")
+    try:
+        _devices()
+        _try_it()
+    except Exception as error:  # whatever is broken here is what the doctor is for
+        print(f"\nquire does not run here: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    print("\nquire runs here.")
+    return 0
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _devices() -> None:
+    import jax
+
+    from quire.device.memory import default_pool_bytes
+
+    for device in jax.local_devices():
+        print(f"device       {device.device_kind} ({device.platform})")
+    print(f"KV pool      {default_pool_bytes() / 2**30:.1f} GiB by default")
+    if jax.local_devices()[0].platform == "cpu":
+        print("note         on a CPU: attention runs in plain XLA")
+
+
+def _try_it() -> None:
+    """Two sequences of a random model through the whole engine, audited."""
+    import numpy as np
+
+    from quire import LLM, ModelConfig, SamplingParams
+    from quire.device.mesh import make_mesh
+    from quire.device.models.weights import load_params
+
+    config = ModelConfig(
+        architecture="llama",
+        vocab_size=64,
+        num_layers=1,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=8,
+        max_len=64,
+        tie_embeddings=True,
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"embed_tokens": (64, 16), "norm": (16,), "layernorm": (16,)}
+
+    def source(name: str) -> np.ndarray:
+        shape = next((shape for part, shape in shapes.items() if part in name), (16, 16))
+        return rng.standard_normal(shape).astype(np.float32)
+
+    mesh = make_mesh()
+    params = load_params(config, source, mesh=mesh, dtype="float32")
+    knobs = {"num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "compile_cache": ""}
+    with LLM.from_params(config, params, mesh=mesh, quiet=True, dtype="float32", debug=True, **knobs) as llm:
+        outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=8), progress=False)
+        if [len(output.outputs[0].token_ids) for output in outputs] != [8, 8]:
+            raise RuntimeError("a tiny model did not generate the tokens asked for")
+        stats = llm.engine.stats()
+        if stats.held_pages or stats.compiles_after_warmup:
+            raise RuntimeError(f"pages held: {stats.held_pages}, late compiles: {stats.compiles_after_warmup}")
+    print(f"self-test    16 tokens of a tiny model, {stats.programs} programs, no page held, nothing compiled late")

@@ -1,0 +1,25 @@
+"""`quire generate MODEL [PROMPT ...]`."""
+
+import argparse
+import json
+import sys
+
+from quire import LLM, SamplingParams
+from quire.cli import engine_knobs, sampling_knobs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Continue every prompt and print it with its continuation."""
+    prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    if not prompts:
+        raise ValueError("no prompt: give one as an argument, or lines on standard input")
+    params = SamplingParams(**sampling_knobs(args))
+    with LLM(args.model, **engine_knobs(args)) as llm:
+        for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
+            completion = output.outputs[0]
+            if args.json:
+                answer = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+                print(json.dumps(answer | {"token_ids": completion.token_ids}, ensure_ascii=False))
+            else:
+                print(f"{prompt}{completion.text}\n")
+    return 0

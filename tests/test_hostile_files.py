@@ -1,0 +1,194 @@
+"""Model files are strangers: a broken or hostile one is a clean ValueError, at once, and runs nothing."""
+
+import ast
+import json
+import struct
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from quire.device.mesh import make_mesh
+from quire.device.models.gguf_file import GgufFile
+from quire.device.models.safetensors_file import SafetensorsFolder
+from quire.loader import find_model, load_model
+from tests.tiny import tiny_config, tiny_tensors
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    save_file(tiny_tensors(tiny_config()), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    return tmp_path
+
+
+def load(path):
+    return load_model(path, mesh=make_mesh(), dtype="float32")
+
+
+def small_gguf(path: Path) -> bytes:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def test_a_good_folder_loads(folder):
+    loaded = load(folder)
+    assert loaded.config.num_layers == 2
+    assert loaded.tokenizer is None
+
+
+@pytest.mark.parametrize("field", sorted(HF_CONFIG))
+@pytest.mark.parametrize("value", [-1, 0, 1 << 31, 1 << 63, float("nan"), float("inf"), True, "8", [], None], ids=repr)
+def test_a_hostile_config_is_refused(folder, field, value):
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | {field: value}))
+    if value is None and field in ("head_dim", "rms_norm_eps"):
+        load(folder)  # absent: 32 / 4 heads, and the usual eps
+    else:
+        with pytest.raises(ValueError, match=r"config\.json|must be|not supported|multiple"):
+            load(folder)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null", '"x"', "[" * 100_000])
+def test_a_config_that_is_no_object_is_refused(folder, text):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        load(folder)
+
+
+def test_a_folder_with_code_is_never_imported(folder):
+    (folder / "evil.py").write_text("raise SystemExit('imported')")
+    (folder / "config.json").write_text(
+        json.dumps(HF_CONFIG | {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "trust_remote_code": True})
+    )
+    load(folder)
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | {"model_type": "evil"}))
+    with pytest.raises(ValueError, match="'evil' is not supported; supported are llama, mistral, qwen2, qwen3"):
+        load(folder)
+
+
+def test_a_tensor_of_the_wrong_shape_or_missing_is_named(folder):
+    tensors = tiny_tensors(tiny_config())
+    tensors["model.norm.weight"] = np.zeros(31, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(31,\), .* \(32,\)"):
+        load(folder)
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"no tensor 'model\.norm\.weight'"):
+        load(folder)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(0, 400), st.binary(min_size=1, max_size=9))
+def test_a_mangled_safetensors_header_is_a_clean_error(tmp_path_factory, at, junk):
+    folder = tmp_path_factory.mktemp("mangled")
+    path = folder / "model.safetensors"
+    save_file({"a": np.zeros((4, 4), np.float32), "b": np.ones(3, np.float16)}, path)
+    data = bytearray(path.read_bytes())
+    at = min(at, len(data) - 1)
+    data[at : at + len(junk)] = junk
+    path.write_bytes(data)
+    try:
+        with SafetensorsFolder(folder) as weights:
+            for name in ("a", "b"):
+                assert weights(name).nbytes <= len(data)
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize("length", [0, 2, 1 << 40, (1 << 64) - 1])
+def test_a_safetensors_header_of_absurd_length_is_refused(tmp_path, length):
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", length) + b"{}")
+    with pytest.raises(ValueError, match=r"not a safetensors file|no tensor"), SafetensorsFolder(tmp_path) as weights:
+        weights("a")
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    st.integers(0, 700),
+    st.one_of(st.binary(min_size=1, max_size=9), st.just(b"\xff" * 8), st.just(b"\0" * 7 + b"\x7f")),
+)
+def test_a_mangled_gguf_header_is_a_clean_error(tmp_path_factory, at, junk):
+    path = tmp_path_factory.mktemp("mangled") / "model.gguf"
+    data = bytearray(small_gguf(path))
+    at = min(at, len(data) - 1)
+    data[at : at + len(junk)] = junk
+    path.write_bytes(data)
+    try:
+        file = GgufFile(path)
+        assert file("model.embed_tokens.weight").nbytes <= 4 * len(data)
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize("size", [0, 3, 4, 20, 100, 300])
+def test_a_truncated_gguf_is_a_clean_error(tmp_path, size):
+    path = tmp_path / "model.gguf"
+    data = small_gguf(path)
+    path.write_bytes(data[:size])
+    with pytest.raises(ValueError, match="model"):
+        GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        ("nowhere", "no folder, no GGUF file and no hub id"),
+        ("no/such.gguf", "no folder, no GGUF file"),
+        ("org/name", "pinned to one commit"),
+        ("org/name@main", "pinned to one commit"),
+        ("org/name@" + "A" * 40, "pinned to one commit"),
+        ("https://example.org/model", "no hub id"),
+        ("a/b/c", "no hub id"),
+    ],
+)
+def test_what_is_no_model_is_refused_with_what_would_be(model, match):
+    with pytest.raises(ValueError, match=match):
+        find_model(model)
+
+
+FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+FORBIDDEN_MODULES = {"pickle", "dill", "cloudpickle", "marshal", "shelve", "torch"}
+
+
+def test_nothing_in_the_source_turns_bytes_into_code():
+    found = []
+    for path in SRC.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
+                found.append(f"{path.name}:{node.lineno} {node.func.id}")
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found += [f"{path.name} imports {name}" for name in names if name.split(".")[0] in FORBIDDEN_MODULES]
+    assert not found
