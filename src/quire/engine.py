@@ -169,7 +169,7 @@ class Engine:
                 seed=seed,
                 max_tokens=max_tokens,
                 eos_ids=self.eos_ids,
-                text=tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences),
+                text=tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences, params.min_tokens),
             )
             for index in range(params.n)
         ]

@@ -210,16 +210,17 @@ class LLM:
 
     def _stream(self, request: Request) -> Iterator[TextChunk]:
         with self._running([request]) as (sequences,):
-            sent = [0] * len(sequences)
-            alive = sequences
-            while alive:
+            sent = dict.fromkeys(sequences, 0)  # tokens handed out, of those whose end has not been
+            while sent:
                 self._step()
-                for sequence in alive:
-                    token_ids = sequence.output_token_ids[sent[sequence.index] :]
-                    if token_ids or sequence.finish_reason:
-                        sent[sequence.index] += len(token_ids)
-                        yield TextChunk(sequence.index, _new_text(sequence), token_ids, sequence.finish_reason)
-                alive = [sequence for sequence in alive if sequence.finish_reason is None]
+                for sequence in list(sent):
+                    token_ids, reason = sequence.output_token_ids[sent[sequence] :], sequence.finish_reason
+                    if not token_ids and not reason:
+                        continue
+                    sent[sequence] += len(token_ids)
+                    if reason:
+                        del sent[sequence]
+                    yield TextChunk(sequence.index, _new_text(sequence), token_ids, reason)
 
     def _step(self) -> None:
         with _interrupts_wait():

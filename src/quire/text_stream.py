@@ -37,8 +37,11 @@ class TextStream:
         tokenizer: Tokenizer,
         stop_strings: Sequence[str] = (),
         stop_sequences: Sequence[tuple[int, ...]] = (),
+        min_tokens: int = 0,
     ):
+        """A stop string that is complete before `min_tokens` tokens is text like any other."""
         self.num_tokens = 0
+        self._min_tokens = min_tokens
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
@@ -114,7 +117,7 @@ class TextStream:
         for char in text:
             self._num_chars += 1
             self._string_match = self._string_match.step(char)
-            if self._string_match.match_len:
+            if self._string_match.match_len and self.num_tokens >= self._min_tokens:
                 self._stop_at = self._num_chars - self._string_match.match_len
                 return
 
