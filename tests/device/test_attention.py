@@ -172,7 +172,7 @@ def test_the_toy_example_of_the_seeds(name):
         np.array([0, 6], np.int32),
         decode=False,
     )
-    tokens = np.arange(12, dtype=np.float32).reshape(6, 1, 2)
+    tokens = jnp.arange(12, dtype=jnp.float32).reshape(6, 1, 2)
     q = jnp.zeros((6, 1, 2), jnp.float32)
     out, (k, _) = paged_attention(
         backend, make_mesh(), (empty, empty), q, tokens, tokens, layout, scale=1.0, window=None

@@ -6,10 +6,12 @@ the backend declares, and nothing else is indexed.
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Int
 
 from quire.config import ModelConfig
 from quire.device.attention import Backend
@@ -21,9 +23,9 @@ Layer = tuple[jax.Array, ...]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """One tuple of arrays for each layer."""
+    """One tuple of arrays for each layer. (A pytree may hold other things than arrays: hence no narrower type.)"""
 
-    layers: list[Layer]
+    layers: list[Any]
     page_axis: int = field(metadata={"static": True})
 
 
@@ -38,7 +40,7 @@ def create(
 
 
 @partial(jax.jit, donate_argnums=0)
-def copy_pages(cache: KVCache, source_C: jax.Array, target_C: jax.Array) -> KVCache:
+def copy_pages(cache: KVCache, source_C: Int[Array, " C"], target_C: Int[Array, " C"]) -> KVCache:
     """Copy whole pages in every layer. Donates the cache; a target outside the pool is dropped."""
 
     def copy(array: jax.Array) -> jax.Array:
@@ -49,7 +51,7 @@ def copy_pages(cache: KVCache, source_C: jax.Array, target_C: jax.Array) -> KVCa
 
 
 @partial(jax.jit, donate_argnums=0)
-def poison_pages(cache: KVCache, pages_C: jax.Array) -> KVCache:
+def poison_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
     """Fill pages with NaN in every layer. Donates the cache; a page outside the pool is dropped."""
     return jax.tree.map(lambda array: _at(array, cache.page_axis, pages_C).set(jnp.nan, mode="drop"), cache)
 

@@ -13,12 +13,13 @@ from contextlib import contextmanager
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from quire.config import ModelConfig
 from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import MAX_BIASES, BatchLayout, SampleInputs, StepInputs, StepOutput, StepShape
+from quire.device.mesh import sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params, Parts, decoder, unembed
 from quire.device.sampler import sample
@@ -129,10 +130,9 @@ class ModelRunner:
             output = sample(unembed(params, hidden_TD[samples.packed_index_S]), samples)
             return cache, output
 
-        whole = NamedSharding(self.mesh, PartitionSpec())
-        cache_shardings = jax.tree.map(lambda array: array.sharding, self._cache)
+        whole = sharding(self.mesh)
         tokens_T, layout, samples = abstract_inputs(shape, self.pages_per_row, whole)
-        program = jax.jit(step, donate_argnums=1, out_shardings=(cache_shardings, whole))
+        program = jax.jit(step, donate_argnums=1, out_shardings=(sharding(self.mesh, *parts.backend.axes), whole))
         return program.lower(self._params, self._cache, tokens_T, layout, samples)
 
     @contextmanager
@@ -145,11 +145,11 @@ class ModelRunner:
             raise CompileError(f"{new} programs compiled after warm-up; fail_on_compile=False lets them")
 
 
-def abstract_inputs(shape: StepShape, pages_per_row: int, sharding: NamedSharding):
+def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding):
     """The schema of a step's arrays at one shape."""
 
     def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=placed)
 
     tokens, rows, samples = shape.num_tokens, shape.num_rows, shape.num_samples
     layout = BatchLayout(

@@ -15,6 +15,7 @@ run time (`lax.cond`), so that one program serves every mix of requests.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
 
@@ -22,7 +23,7 @@ BLOCK = 256
 PREFIX = 256
 
 
-def sample(logits_SV: jax.Array, inputs: SampleInputs) -> StepOutput:
+def sample(logits_SV: Float[Array, "S V"], inputs: SampleInputs) -> StepOutput:
     """Draw or score one token for each sample; one round."""
     biased_SV = lax.cond(jnp.any(inputs.bias_ids_SE != INVALID), _add_bias, lambda x, *_: x, logits_SV, inputs)
     scored_S = inputs.target_S != INVALID

@@ -5,16 +5,18 @@ It runs inside `shard_map`, each device with its own KV heads, because custom ke
 """
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float
 
 from quire.config import ModelConfig
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import partition
 
 
+@runtime_checkable
 class Backend(Protocol):
     """What a backend module provides."""
 
@@ -50,15 +52,15 @@ def get_backend(name: str) -> Backend:
 def paged_attention(
     backend: Backend,
     mesh: Mesh,
-    kv: tuple[jax.Array, ...],
-    q_TNH: jax.Array,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array,
+    kv: tuple[Float[Array, "..."], ...],
+    q_TNH: Float[Array, "T N H"],
+    k_TKH: Float[Array, "T K H"],
+    v_TKH: Float[Array, "T K H"],
     layout: BatchLayout,
     *,
     scale: float,
     window: int | None,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+) -> tuple[Float[Array, "T N H"], tuple[Float[Array, "..."], ...]]:
     """The one way a model attends: heads split over the mesh, the batch layout whole on every device."""
     heads, kv_spec = partition(None, "kv_heads", None), partition(*backend.axes)
     run = jax.shard_map(

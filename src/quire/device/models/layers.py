@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
 
 from quire.config import ModelConfig, RopeScaling
 from quire.device.attention import Backend, paged_attention
@@ -43,8 +44,13 @@ LayerFunction = Callable[..., tuple[jax.Array, Layer]]
 
 
 def decoder(
-    layer: LayerFunction, params: Params, cache: KVCache, tokens_T: jax.Array, layout: BatchLayout, parts: Parts
-) -> tuple[jax.Array, KVCache]:
+    layer: LayerFunction,
+    params: Params,
+    cache: KVCache,
+    tokens_T: Int[Array, " T"],
+    layout: BatchLayout,
+    parts: Parts,
+) -> tuple[Float[Array, "T D"], KVCache]:
     """Embed, run every layer, normalise. Returns the hidden state of each packed token and the new cache.
 
     The layer is one jitted function called L times: it is traced and lowered once.
@@ -60,21 +66,21 @@ def decoder(
     return x_TD, KVCache(layers=layers, page_axis=cache.page_axis)
 
 
-def unembed(params: Params, x_SD: jax.Array) -> jax.Array:
+def unembed(params: Params, x_SD: Float[Array, "S D"]) -> Float[Array, "S V"]:
     """Logits in float32."""
     return linear("sd,vd->sv", x_SD, params.get("unembed", params["embed"]), out=jnp.float32)
 
 
 def decoder_layer(
     weights: Params,
-    x_TD: jax.Array,
+    x_TD: Float[Array, "T D"],
     kv: Layer,
     rotary: tuple[jax.Array, jax.Array],
     layout: BatchLayout,
     *,
     window: int | None,
     parts: Parts,
-) -> tuple[jax.Array, Layer]:
+) -> tuple[Float[Array, "T D"], Layer]:
     """The residual stream plus attention of its norm, then plus the feed-forward of its norm."""
     eps = parts.config.norm_eps
     normed_TD = rms_norm(x_TD, weights["attention_norm"], eps)
@@ -85,14 +91,14 @@ def decoder_layer(
 
 def attention(
     weights: Params,
-    x_TD: jax.Array,
+    x_TD: Float[Array, "T D"],
     kv: Layer,
     rotary: tuple[jax.Array, jax.Array],
     layout: BatchLayout,
     *,
     window: int | None,
     parts: Parts,
-) -> tuple[jax.Array, Layer]:
+) -> tuple[Float[Array, "T D"], Layer]:
     """Project, normalise q and k where the architecture does, rotate, attend, project back."""
     config = parts.config
     num_tokens, group, head_dim = x_TD.shape[0], config.group_size, config.head_dim
@@ -119,7 +125,7 @@ def attention(
     return linear("tx,xd->td", out_TNH.reshape(num_tokens, -1), weights["output"]), kv
 
 
-def gated_mlp(weights: Params, x_TD: jax.Array) -> jax.Array:
+def gated_mlp(weights: Params, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """silu(gate) * up, then down."""
     gate_up_T2F = linear("td,dcf->tcf", x_TD, weights["gate_up"])
     return linear("tf,fd->td", jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], weights["down"])
@@ -131,7 +137,7 @@ def linear(spec: str, x: jax.Array, weight: jax.Array, out: Any = None) -> jax.A
     return jnp.einsum(spec, x, weight, precision=precision, preferred_element_type=out or x.dtype)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*any D"]:
     """Over the last axis, in float32."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -164,7 +170,7 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     return ((1 - blend) * slow + blend * frequencies).astype(np.float32)
 
 
-def rotate(x_TNH: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x_TNH: Float[Array, "T N H"], rotary: tuple[jax.Array, jax.Array]) -> Float[Array, "T N H"]:
     """Turn the pair (i, i + H/2) of every head by its angle."""
     cos_T1X, sin_T1X = (table[:, None, :] for table in rotary)
     first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
