@@ -288,6 +288,8 @@ def _pages_in_budget(config: EngineConfig, model: ModelConfig, max_model_len: in
     budget = config.memory_budget or default_pool_bytes()
     useful = config.max_num_seqs * -(-max_model_len // config.page_size)
     pages = min(budget // page_bytes, useful)
+    # Compiled programs know the pool's size: on a coarse grid, the next start finds the same ones in the cache.
+    pages -= pages % (1 << max(pages.bit_length() - 4, 0))
     if pages < 1:
         raise ValueError(
             f"memory_budget={budget:,} bytes holds no page of {page_bytes:,} bytes; raise it or lower page_size"

@@ -9,7 +9,7 @@ import pytest
 
 from quire.device.attention import get_backend, paged_attention
 from quire.device.inputs import BatchLayout
-from quire.device.mesh import make_mesh
+from quire.device.mesh import make_mesh, place
 from tests.tiny import tiny_config
 
 ROWS, PAGE, LONGEST = 64, 16, 2048
@@ -20,7 +20,8 @@ def test_64_rows_at_context_128_cost_a_fraction_of_2048():
     backend, config = get_backend("xla"), tiny_config(num_heads=9, num_kv_heads=3, head_dim=64)
     num_pages = ROWS * LONGEST // PAGE
     rng = np.random.default_rng(0)
-    kv = tuple(jnp.asarray(rng.standard_normal(backend.shape(config, num_pages, PAGE)), jnp.bfloat16) for _ in range(2))
+    pages = rng.standard_normal(backend.shape(config, num_pages, PAGE)).astype(jnp.bfloat16)
+    kv = tuple(place(make_mesh(), pages, *backend.axes) for _ in range(2))
     table = rng.permutation(num_pages).reshape(ROWS, -1).astype(np.int32)
     q, k, v = (jnp.asarray(rng.standard_normal((ROWS, n, 64)), jnp.bfloat16) for n in (9, 3, 3))
     program = jax.jit(

@@ -50,7 +50,7 @@ def _generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="text to continue; without any, lines from stdin")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     _sampling_flags(parser, max_tokens=64, temperature=0.0)
-    _engine_flags(parser)
+    _engine_flags(parser, max_num_seqs=None)
 
 
 def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

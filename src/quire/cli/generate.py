@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from quire import LLM, SamplingParams
+from quire import LLM, EngineConfig, SamplingParams
 from quire.cli import engine_knobs, sampling_knobs
 
 
@@ -14,7 +14,10 @@ def run(args: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("no prompt: give one as an argument, or lines on standard input")
     params = SamplingParams(**sampling_knobs(args))
-    with LLM(args.model, **engine_knobs(args)) as llm:
+    knobs = engine_knobs(args)
+    # Fewer rows than the engine's default mean fewer programs to compile.
+    knobs["max_num_seqs"] = knobs["max_num_seqs"] or min(len(prompts), EngineConfig.max_num_seqs)
+    with LLM(args.model, **knobs) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             completion = output.outputs[0]
             if args.json:

@@ -17,7 +17,7 @@ from quire.device.inputs import BatchLayout
 
 CHUNK = 128
 """Key positions visited at a time."""
-QUERY_BLOCK = 64
+QUERY_BLOCK = 128
 """Query tokens of one prompt that share a visit."""
 
 MASKED = -1e30
@@ -74,7 +74,7 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
     """Rows of any length: the single tokens together, then each longer row in blocks of queries.
 
     packed tokens   | row 0 ........... | 1 | row 2 ...... | padding
-    blocks          [-- 64 --][-- 64 --]      [-- 64 --]
+    blocks          [- 128 --][- 128 --]      [- 128 --]
                                  ^ reaches past its row: what it computes there is not kept
     """
     num_kv_heads, num_tokens, group, head_dim = q_KTGH.shape
