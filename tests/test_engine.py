@@ -4,13 +4,16 @@ import threading
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire import SamplingParams
+from quire import LLM, SamplingParams
 from quire.core.errors import AuditError, RequestError
+from quire.device.mesh import make_mesh
+from quire.device.models.weights import place_params
 from quire.request import Request
-from tests.tiny import VOCAB, tiny_config, tiny_llm
+from tests.tiny import VOCAB, tiny_config, tiny_llm, tiny_params
 
 RNG = np.random.default_rng(0)
 PROMPTS = [RNG.integers(1, VOCAB, size=n).tolist() for n in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 60)]
@@ -70,6 +73,29 @@ def test_two_devices_agree(params, alone):
 def test_heads_that_do_not_divide_are_refused_by_name():
     with pytest.raises(ValueError, match="axis 'kv_heads' of length 1 cannot be split over 2 devices"):
         tiny_llm(tiny_config(num_kv_heads=1), num_devices=2)
+
+
+def test_weights_of_this_program_are_checked_by_name_and_not_copied():
+    config, mesh = tiny_config(), make_mesh()
+    params = dict(tiny_params(config))
+    placed = place_params(config, params, mesh=mesh, dtype="float32")
+    assert placed["layers"][1]["qkv"] is params["layers"][1]["qkv"]
+    with pytest.raises(ValueError, match=r"is float32\[.*\], expected bfloat16"):
+        LLM.from_params(config, params, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"params\['unembed'\] is missing"):
+        LLM.from_params(config, {k: v for k, v in params.items() if k != "unembed"})
+    with pytest.raises(ValueError, match=r"params\['extra'\] is not part"):
+        LLM.from_params(config, params | {"extra": params["norm"]})
+    with pytest.raises(ValueError, match=r"params\['norm'\] is float32\[2, 16\], expected float32\[32\]"):
+        LLM.from_params(config, params | {"norm": params["norm"].reshape(2, 16)})
+
+
+def test_arrays_are_as_good_as_lists_of_ids(llm):
+    expected = tokens(llm.generate([[5, 6, 7], [8, 9, 10]], GREEDY))
+    assert tokens(llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), GREEDY)) == expected
+    assert tokens(llm.generate([np.array([5, 6, 7]), jnp.array([8, 9, 10])], GREEDY)) == expected
+    assert tokens(llm.generate(np.array([5, 6, 7], np.uint16), GREEDY)) == expected[:1]
+    assert llm.score(np.array([5, 6, 7])) == llm.score([5, 6, 7])
 
 
 def test_a_restarted_engine_gives_the_same(params, alone):

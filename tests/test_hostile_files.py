@@ -75,7 +75,7 @@ def test_a_hostile_config_is_refused(folder, field, value):
     if value is None and field in ("head_dim", "rms_norm_eps"):
         load(folder)  # absent: 32 / 4 heads, and the usual eps
     else:
-        with pytest.raises(ValueError, match=r"config\.json|must be|not supported|multiple"):
+        with pytest.raises(ValueError, match=r"config\.json|must be|not supported|multiple|the config implies"):
             load(folder)
 
 
@@ -101,7 +101,7 @@ def test_a_tensor_of_the_wrong_shape_or_missing_is_named(folder):
     tensors = tiny_tensors(tiny_config())
     tensors["model.norm.weight"] = np.zeros(31, np.float32)
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(31,\), .* \(32,\)"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(31,\), the config implies \(32,\)"):
         load(folder)
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors")

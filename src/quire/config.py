@@ -44,16 +44,16 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
-        _whole("page_size", self.page_size, 1, 4096)
-        _whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
-        _whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_whole("page_size", self.page_size, 1, 4096)
+        check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
+        check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
             ("memory_budget", 1 << 50),
         ):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 1, top)
+                check_whole(name, getattr(self, name), 1, top)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
@@ -83,7 +83,7 @@ class RopeScaling:
             _positive(name, getattr(self, name), 1e6)
         for factor in self.factors:
             _positive("factors", factor, 1e6)
-        _whole("original_max_len", self.original_max_len, 1, MAX_DIMENSION)
+        check_whole("original_max_len", self.original_max_len, 1, MAX_DIMENSION)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"high_freq_factor={self.high_freq_factor} must be above {self.low_freq_factor=}")
 
@@ -116,20 +116,22 @@ class ModelConfig:
             "vocab_size", "num_layers", "hidden_size", "intermediate_size",
             "num_heads", "num_kv_heads", "head_dim", "max_len",
         ):  # fmt: skip
-            _whole(name, getattr(self, name), 1, MAX_DIMENSION)
-        _whole("num_layers", self.num_layers, 1, MAX_LAYERS)
+            check_whole(name, getattr(self, name), 1, MAX_DIMENSION)
+        check_whole("num_layers", self.num_layers, 1, MAX_LAYERS)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
         _positive("rope_theta", self.rope_theta, 1e12)
         _positive("norm_eps", self.norm_eps, 1.0)
+        if self.rope_scaling and self.rope_scaling.factors and len(self.rope_scaling.factors) != self.head_dim // 2:
+            raise ValueError(f"{len(self.rope_scaling.factors)} rope factors for head_dim={self.head_dim}")
         windows = self.windows or (None,) * self.num_layers
         if len(windows) != self.num_layers:
             raise ValueError(f"windows has {len(windows)} entries for num_layers={self.num_layers}")
         for window in windows:
             if window is not None:
-                _whole("windows", window, 1, MAX_DIMENSION)
+                check_whole("windows", window, 1, MAX_DIMENSION)
         object.__setattr__(self, "windows", windows)
 
     @property
@@ -142,7 +144,8 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
-def _whole(name: str, value: Any, low: int, high: int) -> None:
+def check_whole(name: str, value: Any, low: int, high: int) -> None:
+    """Raise unless the value is a whole number in this range, both ends included."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be a whole number from {low:,} to {high:,}")
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from quire.compile_cache import use_compile_cache
 from quire.config import EngineConfig, ModelConfig
 from quire.device.mesh import make_mesh
+from quire.device.models.weights import place_params
 from quire.engine import Engine
 from quire.loader import load_model
 from quire.outputs import CompletionOutput, RequestOutput, TextChunk
@@ -76,12 +77,16 @@ class LLM:
         quiet: bool = False,
         **knobs: Any,
     ) -> "LLM":
-        """Use weights that are already in this program: arrays as `quire.device.models.weights` lays them out.
+        """Use weights that are already in this program, laid out as docs/weights.md says; their type is the engine's.
 
-        `params_from_tensors` there makes them from arrays under Hugging Face names.
+        `quire.device.models.weights.params_from_tensors` makes them from arrays under Hugging Face names.
         """
+        mesh = mesh or make_mesh()
+        knobs.setdefault("dtype", str(params["embed"].dtype))
+        config = EngineConfig(**knobs)
+        params = place_params(model_config, params, mesh=mesh, dtype=config.dtype)
         llm = cls.__new__(cls)
-        llm._start(model_config, params, tokenizer, EngineConfig(**knobs), mesh or make_mesh(), quiet)
+        llm._start(model_config, params, tokenizer, config, mesh, quiet)
         return llm
 
     def _start(
@@ -194,7 +199,7 @@ class LLM:
         ]
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [_plain(token) for token in _plain(prompt)]
 
     @contextmanager
     def _running(self, requests: list[Request]) -> Iterator[list[list[TokenSequence]]]:
@@ -230,29 +235,39 @@ class LLM:
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
     """Hold Ctrl-C back until a step is whole, so that an abort finds the engine between two steps."""
-    if threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came: list[Any] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(frame))
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
     if came:
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
 
 def _prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as lists; arrays of token ids are as good as lists."""
     if isinstance(prompts, str):
         return [prompts]
-    prompts = list(prompts)
-    if prompts and all(isinstance(entry, int) for entry in prompts):
-        return [prompts]
-    for i, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-            raise ValueError(f"prompts[{i}]={prompt!r} must be text or a list of token ids")
-    return prompts
+    prompts = _plain(prompts)
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"prompts={prompts!r} must be text, a list of token ids, or a list of either")
+    entries = [_plain(entry) for entry in prompts]
+    if entries and all(isinstance(entry, int) for entry in entries):
+        return [entries]
+    for i, entry in enumerate(entries):
+        if not isinstance(entry, str | Sequence) or isinstance(entry, bytes):
+            raise ValueError(f"prompts[{i}]={entry!r} must be text or a list of token ids")
+    return entries
+
+
+def _plain(value: Any) -> Any:
+    """A numpy or jax array, or a number of theirs, as plain Python."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _new_text(sequence: TokenSequence) -> str:

@@ -191,6 +191,21 @@ def test_a_higher_priority_takes_the_place_of_a_lower_one(arrive):
     assert low.state is SequenceState.WAITING
 
 
+def test_room_made_for_a_priority_is_room_enough(arrive):
+    """Just as many are preempted as let the head of the queue in, in the same step."""
+    s = scheduler(num_pages=12, page_size=4, budget=64)
+    lows = [arrive(4, 20) for _ in range(4)]
+    for sequence in lows:
+        s.add(sequence)
+    run(s, steps=2)  # 8 pages held, 4 promised
+    high = arrive(16, 4, priority=1)
+    s.add(high)
+    plan = s.schedule()
+    assert high in [row.sequence for row in plan.rows]
+    assert [x.state for x in lows] == [SequenceState.RUNNING] * 2 + [SequenceState.WAITING] * 2
+    s.audit()
+
+
 def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway(arrive):
     s = scheduler(num_pages=8, page_size=4, budget=32)
     equal, low, big = arrive(16, 9, priority=1), arrive(2, 9), arrive(20, 9, priority=1)

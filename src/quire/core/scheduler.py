@@ -127,22 +127,24 @@ class Scheduler:
         """Start waiting sequences while rows, tokens and pages last. The head of the queue is never overtaken."""
         if not self.waiting:
             return
-        # Pages that prompts under way still need. Besides, each running sequence keeps one page to grow into, so that
-        # admitting somebody does not preempt somebody else in the next step.
-        promised = sum(
-            self.pages_for(len(s.tokens)) - len(s.pages) for s in self.running if len(s.tokens) > s.num_computed + 1
-        )
+        promised = sum(map(self._growth, self.running))
         while len(self.running) < self.max_num_seqs and (head := self.waiting.peek()) is not None:
             num_tokens = planner.share(head)
-            num_pages = self.pages_for(len(head.tokens))
-            if num_tokens == 0 or num_pages + promised + len(self.running) > self.allocator.num_free:
+            if num_tokens == 0 or self.pages_for(len(head.tokens)) + promised > self.allocator.num_free:
                 return
             self.waiting.pop()
             head.move_to(SequenceState.RUNNING)
             insort(self.running, head, key=_order)
             self._reserve(head, num_tokens)
-            promised += num_pages - len(head.pages)
+            promised += self._growth(head)
             planner.add(head, num_tokens)
+
+    def _growth(self, sequence: Sequence) -> int:
+        """Pages that a running sequence is promised: for the tokens it has, and one to grow into.
+
+        Nobody is admitted into these, so that admitting somebody does not preempt somebody else in the next step.
+        """
+        return 1 + max(self.pages_for(len(sequence.tokens)) - len(sequence.pages), 0)
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Give a sequence pages for positions below `end`, preempting from the back. False if it went itself."""
@@ -160,14 +162,15 @@ class Scheduler:
         head = self.waiting.peek()
         if head is None or not self.running or self.running[-1].priority >= head.priority:
             return
-        lower = [s for s in self.running if s.priority < head.priority]
-        others = len(self.running) - len(lower)
-        missing = self.pages_for(len(head.tokens)) + others - self.allocator.num_free
-        if missing > sum(len(s.pages) for s in lower):
+        higher = [s for s in self.running if s.priority >= head.priority]
+        lower = self.running[len(higher) :]
+        needed = self.pages_for(len(head.tokens)) + sum(map(self._growth, higher)) - self.allocator.num_free
+        if needed > sum(len(s.pages) for s in lower):
             return  # it would still not fit
-        while lower and (missing > 0 or len(self.running) >= self.max_num_seqs):
+        needed += sum(map(self._growth, lower))
+        while lower and (needed > 0 or len(self.running) >= self.max_num_seqs):
             victim = lower.pop()
-            missing -= len(victim.pages)
+            needed -= len(victim.pages) + self._growth(victim)
             self._preempt(victim)
 
     def _preempt(self, victim: Sequence) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import MAX_LAYERS, ModelConfig, RopeScaling
+from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
 from quire.device.models.layers import LayerFunction
 
 
@@ -34,8 +34,7 @@ def read_config(
     `windows` gives each layer's window from the number of layers.
     """
     num_layers = _need(hf, "num_hidden_layers", int)
-    if not 0 < num_layers <= MAX_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers={num_layers} must be from 1 to {MAX_LAYERS}")
+    check_whole("num_hidden_layers", num_layers, 1, MAX_LAYERS)  # before it sizes anything
     num_heads = _need(hf, "num_attention_heads", int)
     hidden_size = _need(hf, "hidden_size", int)
     rope = _default(hf, "rope_parameters", {})

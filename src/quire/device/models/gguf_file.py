@@ -11,7 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 
-from quire.config import ModelConfig, RopeScaling
+from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
 from quire.device.models import get_architecture
 
 SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
@@ -72,7 +72,8 @@ class GgufFile:
         num_heads = self._whole(f"{arch}.attention.head_count")
         hidden_size = self._whole(f"{arch}.embedding_length")
         num_layers = self._whole(f"{arch}.block_count")
-        window = self._field(f"{arch}.attention.sliding_window", None)
+        check_whole(f"{arch}.block_count", num_layers, 1, MAX_LAYERS)  # before it sizes anything
+        window = self._whole(f"{arch}.attention.sliding_window", 0) or None
         if "token_embd.weight" not in self._tensors:
             raise ValueError("the GGUF file has no tensor 'token_embd.weight'")
         return ModelConfig(
@@ -85,23 +86,24 @@ class GgufFile:
             num_kv_heads=self._whole(f"{arch}.attention.head_count_kv", num_heads),
             head_dim=self._whole(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1)),
             max_len=self._whole(f"{arch}.context_length"),
-            rope_theta=float(self._field(f"{arch}.rope.freq_base", 10_000.0)),
+            rope_theta=self._field(f"{arch}.rope.freq_base", 10_000.0),
             rope_scaling=self._rope_scaling(),
-            norm_eps=float(self._field(f"{arch}.attention.layer_norm_rms_epsilon")),
+            norm_eps=self._field(f"{arch}.attention.layer_norm_rms_epsilon"),
             tie_embeddings="output.weight" not in self._tensors,
-            windows=(int(window) if window else None,) * num_layers,
+            windows=(window,) * num_layers,
         )
 
     def _rope_scaling(self) -> RopeScaling | None:
         if "rope_freqs.weight" in self._tensors:
             # Llama 3.1 and later: llama.cpp ships the scaling worked out, one divisor for each pair.
-            factors = gguf.dequantize(self._tensors["rope_freqs.weight"].data, gguf.GGMLQuantizationType.F32)
+            tensor = self._tensors["rope_freqs.weight"]
+            factors = gguf.dequantize(tensor.data, tensor.tensor_type)
             return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors.ravel()))
         kind = self._field(f"{self.name}.rope.scaling.type", "none")
         if kind == "none":
             return None
         if kind == "linear":
-            return RopeScaling(kind="linear", factor=float(self._field(f"{self.name}.rope.scaling.factor")))
+            return RopeScaling(kind="linear", factor=self._field(f"{self.name}.rope.scaling.factor"))
         raise ValueError(f"{self.name}.rope.scaling.type={kind!r} is not supported; supported are none, linear")
 
     def _field(self, key: str, *default: Any) -> Any:
