@@ -1,5 +1,6 @@
 """One engine, many requests: a token never depends on who else runs, how a prompt was cut, or what was preempted."""
 
+import signal
 import threading
 import time
 
@@ -303,6 +304,130 @@ def test_a_compile_inside_a_run_is_counted_and_can_be_fatal():
         assert runner.num_compiles == 1
 
 
+class Breaks:
+    """Stands in for one compiled program and fails as told, once for each entry: before or after it has run."""
+
+    def __init__(self, runner, when, error):
+        self.runner, self.when, self.error = runner, list(when), error
+        self.shapes = dict(runner._programs)
+        runner._programs = {shape: self.program(real) for shape, real in self.shapes.items()}
+
+    def program(self, real):
+        def run(*args):
+            when = self.when.pop(0) if self.when else None
+            if when == "before":
+                raise self.error
+            out = real(*args)
+            if when == "after":  # the cache has been donated and what came back is lost
+                raise self.error
+            return out
+
+        return run
+
+
+def drive(engine, prompts, params):
+    """Step to the end, whatever a step raises; returns the sequences and what was raised."""
+    sequences = [
+        engine.add(Request(id=f"d{i}", prompt_token_ids=tuple(p), params=params))[0] for i, p in enumerate(prompts)
+    ]
+    raised = []
+    while engine.has_work:
+        try:
+            engine.step()
+        except (Exception, KeyboardInterrupt) as error:
+            raised.append(error)
+        engine.audit()
+    return sequences, raised
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the device failed"), KeyboardInterrupt()], ids=["device", "ctrl-c"])
+def test_a_step_lost_on_the_device_is_recomputed(params, alone, error):
+    with tiny_llm() as other:
+        other.engine.step()
+        Breaks(other.engine.runner, [None, None, "after", None, None], error)
+        sequences, raised = drive(other.engine, PROMPTS, params)
+        assert raised == [error]
+        assert [sequence.output_token_ids for sequence in sequences] == alone
+        assert other.engine.stats().held_pages == 0
+        assert not other.engine._requests
+
+
+def test_a_second_failure_on_the_device_ends_those_it_hit_and_nobody_else():
+    with tiny_llm(max_num_seqs=4) as other:
+        Breaks(other.engine.runner, [None, "after", "after"], RuntimeError("the device failed"))
+        sequences, raised = drive(other.engine, PROMPTS[:6], GREEDY)
+        assert len(raised) == 2
+        reasons = [str(sequence.finish_reason) for sequence in sequences]
+        assert reasons.count("abort") == 4
+        assert reasons[4:] == ["length", "length"] or "eos" in reasons[4:]
+        assert other.engine.stats().held_pages == 0
+
+
+def test_a_step_that_never_reached_the_device_ends_its_own_requests_only(params, alone):
+    with tiny_llm(max_num_seqs=4) as other:
+        engine = other.engine
+        real, calls = engine._packer.pack, []
+
+        def pack(plan):
+            calls.append(plan)
+            if len(calls) == 2:
+                raise OverflowError("a number that does not fit")
+            return real(plan)
+
+        engine._packer.pack = pack
+        sequences, raised = drive(engine, PROMPTS, params)
+        assert [str(error) for error in raised] == ["a number that does not fit"]
+        ended = {row.sequence for row in calls[1].rows}
+        assert {s for s in sequences if s.finish_reason == "abort"} == ended
+        for sequence, expected in zip(sequences, alone, strict=True):
+            assert sequence in ended or sequence.output_token_ids == expected
+
+
+def test_ctrl_c_while_requests_are_added_leaves_none_behind(llm):
+    engine, real = llm.engine, llm.engine.add
+
+    def add(request):
+        if request.id.endswith("-2"):
+            signal.raise_signal(signal.SIGINT)
+        return real(request)
+
+    engine.add = add
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:5], GREEDY)
+    finally:
+        del engine.add
+    assert not engine.has_work
+    assert not engine._requests
+
+
+def test_a_stream_dropped_on_another_thread_is_aborted_before_the_next_step(llm):
+    stream = llm.stream([1, 2, 3], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    thread = threading.Thread(target=stream.close)
+    thread.start()
+    thread.join()
+    llm.generate([[4]], SamplingParams(max_tokens=1))
+    assert llm.engine.stats().held_pages == 0
+    assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    "bad", [{"stop_token_ids": [VOCAB]}, {"stop": [[1, VOCAB]]}, {"stop_token_ids": [(1 << 31) - 1]}]
+)
+def test_a_stop_id_outside_the_vocabulary_is_refused(llm, bad):
+    with pytest.raises(RequestError, match=r"stop id .* is not below 97"):
+        llm.generate([[1]], SamplingParams(min_tokens=1, max_tokens=4, **bad))
+    with pytest.raises(ValueError, match="stop_token_ids=2147483648"):
+        SamplingParams(stop_token_ids=[1 << 31])
+
+
+@pytest.mark.parametrize("eos", [(VOCAB,), (-1,), (True,), tuple(range(17))])
+def test_end_tokens_of_a_model_file_are_checked(eos):
+    with pytest.raises(ValueError, match="eos_ids"):
+        tiny_config(eos_ids=eos)
+
+
 def test_reset_costs_the_same_for_any_pool():
     def measure(num_pages):
         with tiny_llm(num_pages=num_pages, max_model_len=64) as other:
@@ -321,12 +446,19 @@ def test_reset_costs_the_same_for_any_pool():
     assert large < 2 * small + 20e-6
 
 
-def test_the_default_knobs_stay_within_16_programs():
+def test_any_knobs_stay_within_16_programs():
     from quire.batch import step_shapes
     from quire.config import EngineConfig
 
-    for seqs, budget in ((1, 1), (1, 512), (64, 512), (256, 2048), (4096, 8192), (65_536, 65_536)):
-        shapes = step_shapes(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget))
-        assert len(shapes) + 2 <= 16
-        assert len(set(shapes)) == len(shapes)
-        assert min(shape.num_rows for shape in shapes) >= 4
+    powers = [1 << i for i in range(21)]
+    for seqs in [n for n in (*powers, 3, 5, 48, 1000) if n <= 65_536]:
+        for budget in [n for n in (*powers, 7, 100, 1000) if n >= seqs]:
+            config = EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget)
+            shapes = step_shapes(config)
+            assert len(shapes) + 2 <= 16, (seqs, budget)
+            assert len(set(shapes)) == len(shapes)
+            assert min(shape.num_rows for shape in shapes) >= 4
+            assert max(shape.num_tokens for shape in shapes) >= budget
+            decode = [shape for shape in shapes if shape.decode]
+            assert max(shape.num_rows for shape in decode) >= seqs
+            assert shapes[-1].num_samples >= config.max_num_samples

@@ -79,6 +79,51 @@ def test_a_hostile_config_is_refused(folder, field, value):
             load(folder)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"rope_parameters": []},
+        {"rope_parameters": ""},
+        {"rope_scaling": 5},
+        {"rope_scaling": {"rope_type": "llama3"}},
+        {"rope_scaling": {"rope_type": "linear", "factor": "x"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2}},
+        {"rope_theta": "x"},
+        {"tie_word_embeddings": "false"},
+        {"eos_token_id": 97},
+        {"eos_token_id": [1 << 40]},
+        {"eos_token_id": -77},
+        {"eos_token_id": "x"},
+        {"hidden_act": "gelu"},
+        {"attention_bias": True},
+        {"model_type": "qwen2", "layer_types": 5},
+        {"model_type": "qwen2", "layer_types": ["full_attention"]},
+        {"model_type": "qwen2", "max_window_layers": "x"},
+        {"model_type": "mistral", "sliding_window": -3},
+        {"num_attention_heads": 1 << 24, "num_key_value_heads": 1 << 24, "head_dim": 1 << 10},
+        {"num_attention_heads": 1 << 20, "num_key_value_heads": 1},
+    ],
+    ids=str,
+)
+def test_a_hostile_optional_field_is_refused(folder, more):
+    (folder / "config.json").write_text(json.dumps(HF_CONFIG | more))
+    with pytest.raises(ValueError, match=r"config\.json|must be|not supported|multiple|the config implies|no tensor"):
+        load(folder)
+
+
+@pytest.mark.parametrize("weight_map", [[], None, 5])
+def test_an_index_without_a_map_is_refused(folder, weight_map):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match="weight_map must be an object"):
+        load(folder)
+
+
+def test_errors_name_the_file_and_not_where_it_lies(tmp_path):
+    with pytest.raises(ValueError, match=r"none\.gguf") as caught:
+        GgufFile(tmp_path / "secret-place" / "none.gguf")
+    assert "secret-place" not in str(caught.value)
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", '"x"', "[" * 100_000])
 def test_a_config_that_is_no_object_is_refused(folder, text):
     (folder / "config.json").write_text(text)

@@ -16,23 +16,26 @@ from quire.device.inputs import INVALID, MAX_BIASES, BatchLayout, PageCommands, 
 
 MIN_ROWS = 4
 """On a CPU a matmul with fewer rows is several times slower than one with four."""
-MAX_DECODE_SHAPES = 9
 MIN_MIXED_TOKENS = 32
+MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 9, 5
 
 
 def step_shapes(config: EngineConfig) -> list[StepShape]:
     """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens."""
-    most_rows = max(config.max_num_seqs, MIN_ROWS)
-    factor = 2 if most_rows <= MIN_ROWS << (MAX_DECODE_SHAPES - 1) else 4
-    rows = [MIN_ROWS]
-    while rows[-1] < most_rows:
-        rows.append(min(rows[-1] * factor, most_rows))
-    tokens = [max(config.max_num_batched_tokens, MIN_ROWS)]
-    while tokens[-1] // 4 >= MIN_MIXED_TOKENS:
-        tokens.append(tokens[-1] // 4)
-    samples = max(config.max_num_samples, MIN_ROWS)
+    most_rows, most_tokens = max(config.max_num_seqs, MIN_ROWS), max(config.max_num_batched_tokens, MIN_ROWS)
+    most_samples = max(config.max_num_samples, MIN_ROWS)
+    rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
+    tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
     decode = [StepShape(n, n, n, decode=True) for n in rows]
-    return decode + [StepShape(n, min(n, most_rows), min(n, samples), decode=False) for n in reversed(tokens)]
+    return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
+
+
+def _ladder(low: int, high: int, *, factor: int, most: int) -> list[int]:
+    """From low to high by a factor, which is widened until there are few enough steps."""
+    steps = [low]
+    while steps[-1] < high:
+        steps.append(min(steps[-1] * factor, high))
+    return steps if len(steps) <= most else _ladder(low, high, factor=factor * 2, most=most)
 
 
 class Packer:

@@ -15,6 +15,7 @@ ATTENTION_BACKENDS = ("xla", "reference")
 MAX_DIMENSION = 1 << 24
 MAX_PAGES = 1 << 30
 MAX_LAYERS = 4096
+MAX_EOS_IDS = 16
 
 
 def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
@@ -133,6 +134,12 @@ class ModelConfig:
             if window is not None:
                 check_whole("windows", window, 1, MAX_DIMENSION)
         object.__setattr__(self, "windows", windows)
+        if len(self.eos_ids) > MAX_EOS_IDS:
+            raise ValueError(f"eos_ids has {len(self.eos_ids)} ids, at most {MAX_EOS_IDS} are allowed")
+        for token_id in self.eos_ids:
+            check_whole("eos_ids", token_id, 0, self.vocab_size - 1)
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be true or false")
 
     @property
     def group_size(self) -> int:

@@ -3,9 +3,12 @@
 `Engine.step` is the whole loop: schedule, pack, run, commit. An engine belongs to the thread that made it.
 """
 
+import itertools
 import secrets
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -15,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quire.batch import Packer, step_shapes
-from quire.config import EngineConfig, ModelConfig
+from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
 from quire.core.errors import RequestError
 from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
@@ -58,7 +61,7 @@ class EngineStats:
 def _owner_only(method: Callable) -> Callable:
     @wraps(method)
     def checked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self._owner:
+        if not self.is_owned_here:
             raise RuntimeError(
                 f"Engine.{method.__name__} called from thread {threading.current_thread().name!r}; an engine belongs "
                 "to the thread that made it: send requests there through a queue"
@@ -86,7 +89,8 @@ class Engine:
         self.tokenizer = tokenizer
         self._owner = threading.get_ident()
         self.max_model_len = _max_model_len(config, model)
-        num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len)
+        mesh = mesh or make_mesh()
+        num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len, mesh)
         pages_per_row = min(-(-self.max_model_len // config.page_size), num_pages)
         shapes = step_shapes(config)
         self.scheduler = Scheduler(
@@ -107,7 +111,7 @@ class Engine:
         self.runner = ModelRunner(
             model,
             params,
-            mesh=mesh or make_mesh(),
+            mesh=mesh,
             dtype=config.dtype,
             num_pages=num_pages,
             page_size=config.page_size,
@@ -117,10 +121,18 @@ class Engine:
             fail_on_compile=config.fail_on_compile,
         )
         self.eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
+        if len(self.eos_ids) > MAX_EOS_IDS or max(self.eos_ids, default=0) >= model.vocab_size:
+            raise ValueError(f"end tokens {sorted(self.eos_ids)}: at most {MAX_EOS_IDS}, each below {model.vocab_size}")
         self._requests: dict[str, list[Sequence]] = {}
         """Those with a sequence alive."""
+        self._to_abort: deque[str] = deque()
         self._num_arrived = self._steps = self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
         self.runner.warm_up(progress)
+
+    @property
+    def is_owned_here(self) -> bool:
+        """Whether this is the thread that may call."""
+        return threading.get_ident() == self._owner
 
     @property
     def capacity(self) -> str:
@@ -140,12 +152,36 @@ class Engine:
     @_owner_only
     def step(self) -> list[TokenEvent]:
         """Advance everything by one step; returns what happened, and nothing when there is nothing to do."""
-        plan = self.scheduler.schedule()
+        plan = self._schedule()
         if not plan:
             return []
-        inputs = self._packer.pack(plan)
-        handle = self.runner.run(inputs)
-        return self._commit(plan, handle)
+        with self._surviving(plan):
+            inputs = self._packer.pack(plan)
+            handle = self.runner.run(inputs)
+            return self._commit(plan, handle)
+
+    def _schedule(self) -> StepPlan:
+        while self._to_abort:
+            self.abort(self._to_abort.popleft())
+        return self.scheduler.schedule()
+
+    @contextmanager
+    def _surviving(self, plan: StepPlan) -> Iterator[None]:
+        """Leave the engine whole when a step fails, and raise the error all the same.
+
+        A step that never reached the device ends its own requests. One that failed there has taken the donated cache
+        with it: what runs is recomputed, once. Ctrl-C in the middle of a step costs a recomputation and no request.
+        """
+        try:
+            yield
+        except BaseException as error:
+            cache_survived, failed = self.runner.recover(), isinstance(error, Exception)
+            if failed and cache_survived:
+                self.scheduler.fail(plan)
+            else:
+                self.scheduler.recompute(failed=failed)
+            self._forget_finished(row.sequence.request.id for row in plan.rows)
+            raise
 
     @property
     def has_work(self) -> bool:
@@ -161,6 +197,7 @@ class Engine:
         params, tokenizer = request.params, self.tokenizer
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._num_arrived += 1
+        text = tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences, params.min_tokens)
         sequences = [
             Sequence(
                 request,
@@ -169,13 +206,13 @@ class Engine:
                 seed=seed,
                 max_tokens=max_tokens,
                 eos_ids=self.eos_ids,
-                text=tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences, params.min_tokens),
+                text=text and text.sibling(),
             )
             for index in range(params.n)
         ]
+        self._requests[request.id] = sequences  # before they are queued: from here on an abort finds them
         for sequence in sequences:
             self.scheduler.add(sequence)
-        self._requests[request.id] = sequences
         self._prompt_tokens += len(request.prompt_token_ids)
         return sequences
 
@@ -186,6 +223,9 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
         if request.params.stop_strings and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop holds a string and there is no tokenizer; use token ids")
+        for token_id in itertools.chain(request.params.stop_token_ids, *request.params.stop_sequences):
+            if token_id >= self.model.vocab_size:
+                raise RequestError(f"request {request.id}: stop id {token_id} is not below {self.model.vocab_size}")
         max_tokens = self._max_new_tokens(request)
         self.scheduler.check_fits(request.id, len(request.prompt_token_ids), max_tokens)
         return max_tokens
@@ -220,6 +260,10 @@ class Engine:
     def abort(self, request_id: str) -> int:
         """End every sequence of a request now; returns how many were still alive."""
         return sum(self.scheduler.abort(sequence) for sequence in self._requests.pop(request_id, ()))
+
+    def abort_soon(self, request_id: str) -> None:
+        """The same before the next step; the one call that any thread may make."""
+        self._to_abort.append(request_id)
 
     @_owner_only
     def reset(self) -> int:
@@ -263,15 +307,16 @@ class Engine:
         events = self.scheduler.commit(plan, handle.result())
         self._steps += 1
         self._computed_tokens += plan.num_tokens
-        for event in events:
-            self._generated_tokens += len(event.token_ids)
-            if event.finish_reason:
-                request_id = event.sequence.request.id
-                if all(sequence.finish_reason for sequence in self._requests.get(request_id, ())):
-                    self._requests.pop(request_id, None)
+        self._generated_tokens += sum(len(event.token_ids) for event in events)
+        self._forget_finished(event.sequence.request.id for event in events if event.finish_reason)
         if self.config.debug:
             self.scheduler.audit()
         return events
+
+    def _forget_finished(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            if all(sequence.finish_reason for sequence in self._requests.get(request_id, ())):
+                self._requests.pop(request_id, None)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -282,10 +327,10 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
-def _pages_in_budget(config: EngineConfig, model: ModelConfig, max_model_len: int) -> int:
+def _pages_in_budget(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> int:
     """As many pages as the budget holds, and no more than every row at full length could use."""
     page_bytes = config.page_size * model.kv_bytes_per_token(jnp.dtype(config.dtype).itemsize)
-    budget = config.memory_budget or default_pool_bytes()
+    budget = config.memory_budget or default_pool_bytes(mesh)
     useful = config.max_num_seqs * -(-max_model_len // config.page_size)
     pages = min(budget // page_bytes, useful)
     # Compiled programs know the pool's size: on a coarse grid, the next start finds the same ones in the cache.

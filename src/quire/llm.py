@@ -23,7 +23,7 @@ from quire.device.models.weights import place_params
 from quire.engine import Engine
 from quire.loader import load_model
 from quire.outputs import CompletionOutput, RequestOutput, TextChunk
-from quire.request import Request, SamplingParams
+from quire.request import Request, SamplingParams, TokenEvent
 from quire.request import Sequence as TokenSequence
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
@@ -109,7 +109,7 @@ class LLM:
                 progress=lambda done, total, what: _advance(bar, done, total, what),
             )
         if not quiet:
-            print(f"quire: {self._engine.capacity}", file=sys.stderr)
+            print(f"quire: {self._engine.capacity}; {self._engine.runner.num_programs} programs", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:
@@ -155,9 +155,9 @@ class LLM:
         with self._running(requests) as groups, _bar("generating", "sequence", not progress) as bar:
             alive = sequences = [sequence for group in groups for sequence in group]
             while alive:
-                self._step()
-                alive = [sequence for sequence in alive if sequence.finish_reason is None]
-                _advance(bar, len(sequences) - len(alive), len(sequences))
+                if any(event.finish_reason for event in self._step()) or not self.engine.has_work:
+                    alive = [sequence for sequence in alive if sequence.finish_reason is None]
+                    _advance(bar, len(sequences) - len(alive), len(sequences))
         return [_request_output(group) for group in groups]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextChunk]:
@@ -208,10 +208,13 @@ class LLM:
         for request in requests:
             engine.check(request)
         try:
-            yield [engine.add(request) for request in requests]
+            with _interrupts_wait():
+                groups = [engine.add(request) for request in requests]
+            yield groups
         finally:
-            for request in requests:
-                engine.abort(request.id)
+            with _interrupts_wait():
+                for request in requests:
+                    engine.abort(request.id) if engine.is_owned_here else engine.abort_soon(request.id)
 
     def _stream(self, request: Request) -> Iterator[TextChunk]:
         with self._running([request]) as (sequences,):
@@ -219,7 +222,8 @@ class LLM:
             while sent:
                 self._step()
                 for sequence in list(sent):
-                    token_ids, reason = sequence.output_token_ids[sent[sequence] :], sequence.finish_reason
+                    token_ids = sequence.tokens[sequence.prompt_len + sent[sequence] :]
+                    reason = sequence.finish_reason
                     if not token_ids and not reason:
                         continue
                     sent[sequence] += len(token_ids)
@@ -227,9 +231,9 @@ class LLM:
                         del sent[sequence]
                     yield TextChunk(sequence.index, _new_text(sequence), token_ids, reason)
 
-    def _step(self) -> None:
+    def _step(self) -> list[TokenEvent]:
         with _interrupts_wait():
-            self.engine.step()
+            return self.engine.step()
 
 
 @contextmanager
@@ -274,7 +278,7 @@ def _new_text(sequence: TokenSequence) -> str:
     """Text that has become certain since the last call."""
     if not isinstance(sequence.text, TextStream):
         return ""
-    sequence.text.advance(sequence.output_token_ids)
+    sequence.text.advance(sequence.tokens, sequence.prompt_len)
     return sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.text.take()
 
 

@@ -68,4 +68,7 @@ def find_model(model: str | Path) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise ValueError("fetching a model needs huggingface_hub: pip install 'quire[hub]'") from error
-    return Path(snapshot_download(hub["repo"], revision=hub["revision"], allow_patterns=list(HUB_FILES)))
+    try:
+        return Path(snapshot_download(hub["repo"], revision=hub["revision"], allow_patterns=list(HUB_FILES)))
+    except Exception as error:  # the client raises a dozen kinds: offline, no such repository, no such commit, ...
+        raise ValueError(f"MODEL {str(model)!r} could not be fetched: {type(error).__name__}: {error}") from error

@@ -10,7 +10,6 @@ and how far its KV has been computed. Nothing here knows jax, a scheduler or tex
 The newest token has no KV yet: that is written by the step that computes the token after it.
 """
 
-import math
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -21,9 +20,11 @@ from quire.core.errors import StateError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
-MAX_SAMPLES_PER_REQUEST = 4096
+MAX_SAMPLES_PER_REQUEST = 1024
 MAX_STOPS = 64
-MAX_STOP_LEN = 1024
+MAX_STOP_LEN = 4096
+"""Characters and ids of all stops of a request together."""
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class FinishReason(StrEnum):
@@ -87,7 +88,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         _real("temperature", self.temperature, 0.0, 1e4)
-        _int("top_k", self.top_k, 0, 1 << 31)
+        _int("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
@@ -106,11 +107,13 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         object.__setattr__(self, "stop", _stops(self.stop))
+        if not isinstance(self.stop_token_ids, SequenceOf) or isinstance(self.stop_token_ids, str | bytes):
+            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
         ids = tuple(self.stop_token_ids)
         if len(ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed")
         for token_id in ids:
-            _int("stop_token_ids", token_id, 0, 1 << 31)
+            _int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property
@@ -154,8 +157,8 @@ class TokenEvent(NamedTuple):
 class StopWatch(Protocol):
     """What a sequence asks of whoever turns its tokens into text."""
 
-    def advance(self, output_token_ids: SequenceOf[int], /) -> bool:
-        """Read on in the output (all of it is given) and say whether a stop string is complete."""
+    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
+        """Read on in the output, which begins at `start`, and say whether a stop string is complete."""
         ...
 
 
@@ -163,9 +166,9 @@ class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "eos_ids", "finish_reason", "index", "logprobs", "max_tokens", "num_computed",
-        "num_stop_tokens", "pages", "params", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request",
-        "seed", "state", "text", "tokens",
+        "arrival", "eos_ids", "finish_reason", "has_stop_strings", "index", "logprobs", "max_tokens", "num_computed",
+        "num_failures", "num_stop_tokens", "pages", "params", "preemptions", "priority", "prompt_len",
+        "prompt_logprobs", "request", "seed", "state", "text", "tokens",
     )  # fmt: skip
 
     def __init__(
@@ -189,6 +192,7 @@ class Sequence:
         self.text = text
         """Turns the output into text; None without a tokenizer."""
         self.params = request.params
+        self.has_stop_strings = bool(request.params.stop_strings)
         self.priority = request.priority
         self.prompt_len = len(request.prompt_token_ids)
         self.tokens = list(request.prompt_token_ids)
@@ -204,6 +208,8 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
         """One entry for each prompt token scored so far; the first token has nothing before it."""
         self.preemptions = 0
+        self.num_failures = 0
+        """Steps that failed on the device with this sequence in them."""
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -254,11 +260,12 @@ class Sequence:
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def _at_stop(self, num_output: int) -> bool:
-        for stop in self.params.stop_sequences:
-            if num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
+        last = self.tokens[-1]
+        for stop in self.params.stop:
+            if stop[-1] == last and num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
                 self.num_stop_tokens = len(stop)
                 return True
-        return bool(self.params.stop_strings and self.text and self.text.advance(self.output_token_ids))
+        return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
 
 
 def _int(name: str, value: Any, low: int, high: int) -> None:
@@ -267,8 +274,8 @@ def _int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _real(name: str, value: Any, low: float, high: float, *, low_excluded: bool = False) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not low <= value <= high or (low_excluded and value == low):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (low_excluded and value == low):  # NaN is in no range
         above = "above" if low_excluded else "from"
         raise ValueError(f"{name}={value!r} must be a number {above} {low:g} to {high:g}")
 
@@ -286,10 +293,13 @@ def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:
             stops.append(entry)
         elif isinstance(entry, SequenceOf) and not isinstance(entry, bytes):
             for token_id in entry:
-                _int("stop", token_id, 0, 1 << 31)
+                _int("stop", token_id, 0, MAX_TOKEN_ID)
             stops.append(tuple(entry))
         else:
             raise ValueError(f"stop holds {entry!r}; put strings or lists of token ids there (ids: stop_token_ids)")
-        if not 0 < len(entry) <= MAX_STOP_LEN:
-            raise ValueError(f"stop holds an entry of length {len(entry)}; allowed are 1 to {MAX_STOP_LEN}")
+        if len(entry) == 0:
+            raise ValueError("stop holds an empty entry, which would end every sequence before it starts")
+    total = sum(map(len, stops))
+    if total > MAX_STOP_LEN:
+        raise ValueError(f"stop has {total} characters and ids in all, at most {MAX_STOP_LEN} are allowed")
     return tuple(stops)

@@ -16,6 +16,7 @@ depend on the number or the length of the stops.
 import codecs
 from collections import deque
 from collections.abc import Hashable, Sequence
+from copy import copy
 from io import StringIO
 from typing import NamedTuple
 
@@ -40,25 +41,37 @@ class TextStream:
         min_tokens: int = 0,
     ):
         """A stop string that is complete before `min_tokens` tokens is text like any other."""
-        self.num_tokens = 0
-        self._min_tokens = min_tokens
         self._tokenizer = tokenizer
+        self._string_match = _build_automaton(stop_strings, "stop_strings")
+        self._id_match = _build_automaton(stop_sequences, "stop_sequences")
+        self._most_dropped = max([1, *map(len, stop_sequences)])
+        self._min_tokens = min_tokens
+        self._begin()
+
+    def sibling(self) -> "TextStream":
+        """An empty stream with the same stops: they are many nodes, and n sequences of a request share them."""
+        if self.num_tokens:
+            raise ValueError(f"this stream has read {self.num_tokens} tokens; make siblings before")
+        other = copy(self)
+        other._begin()
+        return other
+
+    def _begin(self) -> None:
+        self.num_tokens = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
         self._buffer = StringIO(newline="")  # newline="": "\r\n" stays what the model wrote
         self._num_chars = 0
         self._num_certain = 0
         self._num_taken = 0
-        self._string_match = _build_automaton(stop_strings, "stop_strings")
-        self._id_match = _build_automaton(stop_sequences, "stop_sequences")
         self._stop_at: int | None = None  # where the completed stop string begins
         # The state before each of the last tokens: as many as `finish` may be asked to drop.
-        self._checkpoints: deque[_Checkpoint] = deque(maxlen=max([1, *map(len, stop_sequences)]))
+        self._checkpoints: deque[_Checkpoint] = deque(maxlen=self._most_dropped)
 
-    def advance(self, output_token_ids: Sequence[int]) -> bool:
-        """Consume the tokens that are new in `output_token_ids`, all output so far; True once a stop string ended."""
-        while self._stop_at is None and self.num_tokens < len(output_token_ids):
-            self._consume(output_token_ids[self.num_tokens])
+    def advance(self, token_ids: Sequence[int], start: int = 0) -> bool:
+        """Consume what is new of the output, which is `token_ids` from `start` on; True once a stop string ended."""
+        while self._stop_at is None and start + self.num_tokens < len(token_ids):
+            self._consume(token_ids[start + self.num_tokens])
         return self._stop_at is not None
 
     def take(self) -> str:

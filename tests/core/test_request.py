@@ -32,7 +32,7 @@ def test_finish_reasons_are_the_words_users_read():
     assert [str(reason) for reason in FinishReason] == ["eos", "length", "stop", "abort"]
 
 
-HOSTILE = [-1, 1 << 63, 1 << 64, math.nan, math.inf, -math.inf, True, "1", None, [], b"x", 0.5]
+HOSTILE = [-1, 1 << 63, 1 << 64, 10**400, math.nan, math.inf, -math.inf, True, "1", None, [], b"x", 0.5]
 
 
 @pytest.mark.parametrize(
@@ -59,11 +59,19 @@ def test_a_hostile_number_is_refused_by_name_or_is_legal(field, value):
 
 
 @pytest.mark.parametrize(
-    "stop", ["", [""], [()], [3], 3, None, ["x"] * 65, "x" * 1025, [(1, -1)], [(True,)], [b"x"], [[1.5]]], ids=repr
+    "stop",
+    ["", [""], [()], [3], 3, None, ["x"] * 65, ["x" * 3000, "y" * 1097], [(1, -1)], [(True,)], [b"x"], [[1.5]]],
+    ids=repr,
 )
 def test_a_bad_stop_is_refused_by_name(stop):
     with pytest.raises(ValueError, match="stop"):
         SamplingParams(stop=stop)
+
+
+@pytest.mark.parametrize("ids", [5, None, "12", [True], [-1], [1 << 31], [1.0], list(range(65))], ids=repr)
+def test_bad_stop_ids_are_refused_by_name(ids):
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=ids)
 
 
 def test_stops_are_strings_and_sequences_of_ids():

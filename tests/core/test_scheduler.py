@@ -1,6 +1,9 @@
 """Who runs when, on which pages: exact plans, exact page ids, and never a page too many."""
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quire.core.errors import RequestError
 from quire.request import FinishReason, SequenceState
@@ -326,3 +329,81 @@ def test_freed_pages_are_poisoned_before_anything_is_written(arrive):
     plan = s.schedule()
     assert plan.operations.poisons == [0]
     assert plan.rows[0].sequence.pages.tolist() == [0], "the poisoned page is the one written next"
+
+
+def test_a_low_priority_is_not_preempted_for_a_head_that_could_not_start(arrive):
+    s = scheduler(rows=2, budget=8, num_pages=100)
+    low, long = arrive(2, 50), arrive(100, 5, priority=1)
+    s.add(low)
+    run(s, steps=2)
+    s.add(long)
+    run(s, steps=2)
+    s.add(arrive(4, 5, priority=1))
+    s.schedule()
+    assert low.state is SequenceState.RUNNING, "the prompt under way takes every token of the step"
+
+
+def test_an_idle_schedule_forgets_no_poison(arrive):
+    s = scheduler(poison_freed=True)
+    s.add(arrive(4, 1))
+    s.commit(plan := s.schedule(), result(plan))
+    assert not s.schedule()
+    s.add(arrive(4, 1))
+    assert s.schedule().operations.poisons == [0]
+
+
+ACTIONS = st.sampled_from(["add", "add", "step", "step", "step", "step", "abort", "abort in flight", "reset"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(0, 1 << 30), st.lists(ACTIONS, min_size=10, max_size=80))
+def test_any_history_keeps_every_page_and_ends(seed, history):
+    """Random requests, aborts in flight and resets over a small pool: audited all the way, nothing left, all ended."""
+    rng, arrive = np.random.default_rng(seed), Arrivals()
+    page_size, num_pages = int(rng.choice([1, 3, 4])), int(rng.integers(6, 17))
+    rows = int(rng.integers(1, 5))
+    s = scheduler(
+        num_pages, page_size, rows, rows + int(rng.integers(0, 9)), max_num_samples=rows + int(rng.integers(0, 3))
+    )
+    sequences = []
+
+    def step(abort_in_flight: bool = False) -> None:
+        plan = s.schedule()
+        s.audit()
+        if not plan:
+            assert not s.running
+            assert not s.waiting
+            return
+        assert plan.num_tokens <= s.max_num_batched_tokens
+        assert len(plan.samples) <= s.max_num_samples
+        assert len(plan.rows) <= s.max_num_seqs
+        if abort_in_flight:
+            s.abort(plan.rows[int(rng.integers(len(plan.rows)))].sequence)
+            s.audit()
+        s.commit(plan, result(plan, lambda *_: int(rng.integers(0, 30))))
+
+    for action in history:
+        if action == "add":
+            room = page_size * num_pages
+            prompt = int(rng.integers(1, room))
+            scored = bool(rng.random() < 0.3)
+            new = int(rng.integers(0 if scored else 1, room - prompt + 2))
+            sequence = arrive(prompt, new, priority=int(rng.integers(0, 3)), eos={0}, prompt_logprobs=scored)
+            s.add(sequence)
+            sequences.append(sequence)
+        elif action == "abort" and sequences:
+            s.abort(sequences[int(rng.integers(len(sequences)))])
+        elif action == "reset":
+            s.reset()
+        else:
+            step(action == "abort in flight")
+        s.audit()
+    for _ in range(3000):
+        if not (s.running or s.waiting):
+            break
+        step()
+    assert all(sequence.finish_reason for sequence in sequences)
+    assert s.allocator.num_free == num_pages
+    for sequence in sequences:
+        if sequence.params.prompt_logprobs and sequence.finish_reason is not FinishReason.ABORT:
+            assert len(sequence.prompt_logprobs) == sequence.prompt_len

@@ -59,13 +59,15 @@ def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
-    _sampling_flags(parser, max_tokens=512, temperature=0.7)
+    _sampling_flags(parser, max_tokens=None, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
 
 
-def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int, temperature: float) -> None:
+def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"new tokens ({max_tokens})")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"new tokens ({max_tokens or 'what fits'})"
+    )
     group.add_argument(
         "--temperature",
         type=float,

@@ -101,9 +101,10 @@ class Scheduler:
         if self._plan_running(planner):
             self._admit(planner)
         plan = planner.plan
-        plan.operations = PageOperations(poisons=self._freed)
-        self._freed = []
-        self._in_flight = plan if plan else None
+        if plan:
+            plan.operations = PageOperations(poisons=self._freed)
+            self._freed = []
+            self._in_flight = plan
         return plan
 
     def _plan_running(self, planner: "_Planner") -> bool:
@@ -165,8 +166,9 @@ class Scheduler:
         higher = [s for s in self.running if s.priority >= head.priority]
         lower = self.running[len(higher) :]
         needed = self.pages_for(len(head.tokens)) + sum(map(self._growth, higher)) - self.allocator.num_free
-        if needed > sum(len(s.pages) for s in lower):
-            return  # it would still not fit
+        tokens_before = sum(len(s.tokens) - s.num_computed for s in higher)
+        if needed > sum(len(s.pages) for s in lower) or tokens_before >= self.max_num_batched_tokens:
+            return  # it would still not run in this step
         needed += sum(map(self._growth, lower))
         while lower and (needed > 0 or len(self.running) >= self.max_num_seqs):
             victim = lower.pop()
@@ -184,6 +186,27 @@ class Scheduler:
         self.num_preemptions += 1
         victim.move_to(SequenceState.WAITING)
         self.waiting.push(victim)
+
+    # -- a step that failed --------------------------------------------------------------------------------------
+
+    def fail(self, plan: StepPlan) -> None:
+        """The step in flight never reached the device: its sequences end, nobody else's."""
+        self._in_flight = None
+        for row in plan.rows:
+            self.abort(row.sequence)
+
+    def recompute(self, *, failed: bool) -> None:
+        """What the pages held is lost: everybody who runs starts over, from the tokens they have.
+
+        `failed` says that the device is to blame; whoever was there the last time too ends.
+        """
+        self._in_flight = None
+        for sequence in self.running[::-1]:
+            sequence.num_failures += failed
+            if sequence.num_failures > 1:
+                self.abort(sequence)
+            else:
+                self._preempt(sequence)
 
     # -- commit --------------------------------------------------------------------------------------------------
 
@@ -287,7 +310,7 @@ class _Planner:
         num_samples = self._samples_left - self._samples_set_aside
         if num_samples < 1:
             return 0
-        if sequence.params.prompt_logprobs:
+        if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
             num_scored = max(len(sequence.prompt_logprobs) - 1 - computed, 0)  # before a preemption
             num_tokens = min(num_tokens, num_scored + num_samples)
         return num_tokens

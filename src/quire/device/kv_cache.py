@@ -1,7 +1,7 @@
 """The KV arrays on the device: created once, donated to every program, never cleared.
 
-Their layout belongs to the attention backend. Here whole pages are copied, poisoned or zeroed along the page axis that
-the backend declares, and nothing else is indexed.
+Their layout belongs to the attention backend. Here whole pages are copied or poisoned along the page axis that the
+backend declares, and nothing else is indexed.
 """
 
 from dataclasses import dataclass, field
@@ -54,12 +54,6 @@ def copy_pages(cache: KVCache, source_C: Int[Array, " C"], target_C: Int[Array, 
 def poison_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
     """Fill pages with NaN in every layer. Donates the cache; a page outside the pool is dropped."""
     return jax.tree.map(lambda array: _at(array, cache.page_axis, pages_C).set(jnp.nan, mode="drop"), cache)
-
-
-@partial(jax.jit, donate_argnums=0)
-def zero(cache: KVCache) -> KVCache:
-    """Overwrite every page. Donates the cache. Nothing needs this; people who must not leave data behind may."""
-    return jax.tree.map(jnp.zeros_like, cache)
 
 
 def _at(array: jax.Array, axis: int, index: jax.Array):

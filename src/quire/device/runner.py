@@ -74,9 +74,8 @@ class ModelRunner:
         self._fail_on_compile = fail_on_compile
         self._params = params
         self._parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
-        self._cache = kv_cache.create(
-            self._parts.backend, model, num_pages=num_pages, page_size=page_size, dtype=jnp.dtype(dtype), mesh=mesh
-        )
+        self._dtype = jnp.dtype(dtype)
+        self._cache = self._create_cache()
         self._programs: dict[StepShape, Callable] = {}
 
     @property
@@ -96,11 +95,14 @@ class ModelRunner:
                 progress(done, total, what)
 
         # XLA compiles outside the interpreter's lock: while one program compiles the next is traced.
-        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        try:
             compiling = {pool.submit(self._lower(shape).compile): shape for shape in self.shapes}
             for future in as_completed(compiling):
                 self._programs[compiling[future]] = future.result()
                 step(str(compiling[future]))
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is compiling, not for the rest
         nothing = np.full(PAGE_COMMAND_WIDTH, self.num_pages, np.int32)
         self._cache = kv_cache.copy_pages(self._cache, nothing, nothing)
         self._cache = kv_cache.poison_pages(self._cache, nothing)
@@ -118,9 +120,24 @@ class ModelRunner:
             self._cache, output = program(self._params, self._cache, inputs.tokens_T, inputs.layout, inputs.samples)
         return StepHandle(output)
 
-    def zero_cache(self) -> None:
-        """Overwrite every page; an explicit wish, never part of running."""
-        self._cache = kv_cache.zero(self._cache)
+    def recover(self) -> bool:
+        """After a failed step: True if the cache survived it, else a new one has been made and every page is lost."""
+        try:
+            jax.block_until_ready(self._cache)  # raises if it was donated, or if the program that made it failed
+        except RuntimeError:
+            self._cache = self._create_cache()
+            return False
+        return True
+
+    def _create_cache(self) -> kv_cache.KVCache:
+        return kv_cache.create(
+            self._parts.backend,
+            self.model,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            dtype=self._dtype,
+            mesh=self.mesh,
+        )
 
     def _lower(self, shape: StepShape) -> jax.stages.Lowered:
         parts, layer = self._parts, get_architecture(self.model.architecture).layer
@@ -138,9 +155,11 @@ class ModelRunner:
     @contextmanager
     def _count_compiles(self) -> Iterator[None]:
         before = getattr(_compiles, "count", 0)
-        yield
-        new = getattr(_compiles, "count", 0) - before
-        self.num_compiles += new
+        try:
+            yield
+        finally:
+            new = getattr(_compiles, "count", 0) - before
+            self.num_compiles += new
         if new and self._fail_on_compile:
             raise CompileError(f"{new} programs compiled after warm-up; fail_on_compile=False lets them")
 

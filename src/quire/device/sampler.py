@@ -4,7 +4,7 @@ One uniform number per token, made from a counter (seed, sequence index, positio
 mates, on chunking or on how often the sequence was preempted. It is turned into a token by the inverse of the
 cumulative distribution, which costs one pass over the vocabulary.
 
-    drawn from everything       in vocabulary order: first the block of 256 tokens, then the token in it
+    drawn from everything       in vocabulary order: first the tile of 256 tokens, then the token in it
     cut by top-k or top-p       in order of likelihood, over the PREFIX most likely tokens; a row whose cut lies beyond
                                 them takes a full sort, in the rare step that has such a row
 
@@ -19,8 +19,10 @@ from jaxtyping import Array, Float
 
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
 
-BLOCK = 256
+TILE = 256
 PREFIX = 256
+COLDEST = 1e-20
+"""A lower temperature is this one: only the likeliest tokens are left long before."""
 
 
 def sample(logits_SV: Float[Array, "S V"], inputs: SampleInputs) -> StepOutput:
@@ -70,14 +72,15 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
     greedy_S = _argmax(logits_SV)
     hot_S = inputs.temperature_S > 0
-    scaled_SV = logits_SV / jnp.where(hot_S, inputs.temperature_S, 1.0)[:, None]
-    peak_S = jnp.max(scaled_SV, axis=-1)
-    weights_SV = jnp.exp(scaled_SV - peak_S[:, None])
+    # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
+    cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
+    below_peak_SV = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
+    weights_SV = jnp.exp(below_peak_SV * cooling_S[:, None])
     uniform_S = jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
     cut_S = hot_S & ((inputs.top_k_S > 0) | (inputs.top_p_S < 1))
 
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
-    all_S = _draw_blocked(jnp.where(weights_SV >= inputs.min_p_S[:, None], weights_SV, 0.0), uniform_S)
+    all_S = _draw_tiled(jnp.where(weights_SV >= inputs.min_p_S[:, None], weights_SV, 0.0), uniform_S)
     total_S = jnp.sum(weights_SV, axis=-1)
     drawn_S = lax.cond(jnp.any(cut_S), _draw_cut, lambda *_: all_S, weights_SV, total_S, uniform_S, cut_S, inputs)
     return jnp.where(hot_S, jnp.where(cut_S, drawn_S, all_S), greedy_S)
@@ -89,14 +92,14 @@ def _uniform(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Ar
     return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position))
 
 
-def _draw_blocked(weights_SV: jax.Array, uniform_S: jax.Array) -> jax.Array:
+def _draw_tiled(weights_SV: jax.Array, uniform_S: jax.Array) -> jax.Array:
     """Inverse of the cumulative weights in vocabulary order, in two levels."""
     num_samples, vocab = weights_SV.shape
-    weights_SNB = jnp.pad(weights_SV, ((0, 0), (0, -vocab % BLOCK))).reshape(num_samples, -1, BLOCK)
-    block_S, rest_S = _invert(jnp.sum(weights_SNB, axis=-1), uniform_S)
-    inside_SB = jnp.take_along_axis(weights_SNB, block_S[:, None, None], axis=1)[:, 0]
-    offset_S, _ = _invert_at(inside_SB, rest_S)
-    return block_S * BLOCK + offset_S
+    weights_SNT = jnp.pad(weights_SV, ((0, 0), (0, -vocab % TILE))).reshape(num_samples, -1, TILE)
+    tile_S, rest_S = _invert(jnp.sum(weights_SNT, axis=-1), uniform_S)
+    inside_ST = jnp.take_along_axis(weights_SNT, tile_S[:, None, None], axis=1)[:, 0]
+    offset_S, _ = _invert_at(inside_ST, rest_S)
+    return tile_S * TILE + offset_S
 
 
 def _invert(weights_SN: jax.Array, uniform_S: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -112,7 +115,7 @@ def _invert_at(weights_SN: jax.Array, point_S: jax.Array) -> tuple[jax.Array, ja
     index_S = jnp.sum(cumulative_SN <= point_S[:, None], axis=-1)
     index_S = jnp.minimum(index_S, jnp.argmax(cumulative_SN, axis=-1)).astype(jnp.int32)
     before_S = jnp.take_along_axis(cumulative_SN - weights_SN, index_S[:, None], axis=-1)[:, 0]
-    return index_S, point_S - before_S
+    return index_S, jnp.maximum(point_S - before_S, 0.0)
 
 
 def _draw_cut(

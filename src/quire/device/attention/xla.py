@@ -4,7 +4,7 @@ Pages are head-major, `[K, M, Z, H]`: the dot products of one head read consecut
 of about 128 positions with the softmax kept online (running maximum and sum), in loops whose trip counts are data:
 
 - rows with one token (decoding) go through all together, as far as the longest of them;
-- rows with more (prompts) go one block of queries at a time, each as far as its own last token, and with a sliding
+- rows with more (prompts) go one tile of queries at a time, each as far as its own last token, and with a sliding
   window only from its first visible chunk on.
 """
 
@@ -17,7 +17,7 @@ from quire.device.inputs import BatchLayout
 
 CHUNK = 128
 """Key positions visited at a time."""
-QUERY_BLOCK = 128
+QUERY_TILE = 128
 """Query tokens of one prompt that share a visit."""
 
 MASKED = -1e30
@@ -34,7 +34,7 @@ class XlaBackend:
         return model.num_kv_heads, num_pages, page_size, model.head_dim
 
     def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
-        """Write, then attend: decoding rows together, prompts block by block."""
+        """Write, then attend: decoding rows together, prompts tile by tile."""
         kv = tuple(_write(pages, new, layout.destinations_T) for pages, new in zip(kv, (k_TKH, v_TKH), strict=True))
         num_tokens, num_heads, head_dim = q_TNH.shape
         q_KTGH = q_TNH.reshape(num_tokens, k_TKH.shape[1], -1, head_dim).swapaxes(0, 1)
@@ -71,10 +71,10 @@ def _decode_rows(kv, q_KBGH: jax.Array, layout: BatchLayout, scale: float, windo
 
 
 def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window: int | None) -> jax.Array:
-    """Rows of any length: the single tokens together, then each longer row in blocks of queries.
+    """Rows of any length: the single tokens together, then each longer row in tiles of queries.
 
     packed tokens   | row 0 ........... | 1 | row 2 ...... | padding
-    blocks          [- 128 --][- 128 --]      [- 128 --]
+    tiles           [- 128 --][- 128 --]      [- 128 --]
                                  ^ reaches past its row: what it computes there is not kept
     """
     num_kv_heads, num_tokens, group, head_dim = q_KTGH.shape
@@ -92,22 +92,22 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
         decode=True,
     )
     single_out_KBGH = _decode_rows(kv, q_KTGH[:, tokens_B], singles, scale, window)
-    out_KTGH = jnp.zeros((num_kv_heads, num_tokens + QUERY_BLOCK, group, head_dim), jnp.float32)
-    target_B = jnp.where(single_B, tokens_B, num_tokens + QUERY_BLOCK)
+    out_KTGH = jnp.zeros((num_kv_heads, num_tokens + QUERY_TILE, group, head_dim), jnp.float32)
+    target_B = jnp.where(single_B, tokens_B, num_tokens + QUERY_TILE)
     out_KTGH = out_KTGH.at[:, target_B].set(single_out_KBGH, mode="drop")
 
-    # Padded so that a block at the end is a plain slice.
-    q_KTGH = jnp.pad(q_KTGH, ((0, 0), (0, QUERY_BLOCK), (0, 0), (0, 0)))
-    blocks_B = jnp.where(single_B, 0, (q_lens_B + QUERY_BLOCK - 1) // QUERY_BLOCK)
-    cu_blocks_B = jnp.cumsum(blocks_B)
+    # Padded so that a tile at the end is a plain slice.
+    q_KTGH = jnp.pad(q_KTGH, ((0, 0), (0, QUERY_TILE), (0, 0), (0, 0)))
+    tiles_B = jnp.where(single_B, 0, (q_lens_B + QUERY_TILE - 1) // QUERY_TILE)
+    cu_tiles_B = jnp.cumsum(tiles_B)
 
-    def block(carry):
+    def tile(carry):
         i, out_KTGH = carry
-        row = jnp.searchsorted(cu_blocks_B, i, side="right")
-        offset = (i - (cu_blocks_B[row] - blocks_B[row])) * QUERY_BLOCK
+        row = jnp.searchsorted(cu_tiles_B, i, side="right")
+        offset = (i - (cu_tiles_B[row] - tiles_B[row])) * QUERY_TILE
         token = cu_q_lens_B1[row] + offset
         kv_len = layout.kv_lens_B[row]
-        positions_Q = kv_len - q_lens_B[row] + offset + jnp.arange(QUERY_BLOCK)
+        positions_Q = kv_len - q_lens_B[row] + offset + jnp.arange(QUERY_TILE)
         end = jnp.minimum(positions_Q[-1] + 1, kv_len)
         first = jnp.zeros((), jnp.int32) if window is None else jnp.maximum(positions_Q[0] + 1 - window, 0)
 
@@ -117,16 +117,16 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
                 seen_QC &= columns_C[None, :] > positions_Q[:, None] - window
             return jnp.repeat(seen_QC, group, axis=0)[None]
 
-        q_KQGH = lax.dynamic_slice_in_dim(q_KTGH, token, QUERY_BLOCK, axis=1)
-        q_K1XH = q_KQGH.reshape(num_kv_heads, 1, QUERY_BLOCK * group, head_dim)
+        q_KQGH = lax.dynamic_slice_in_dim(q_KTGH, token, QUERY_TILE, axis=1)
+        q_K1XH = q_KQGH.reshape(num_kv_heads, 1, QUERY_TILE * group, head_dim)
         pages_1P = lax.dynamic_slice_in_dim(layout.page_table_BP, row, 1, axis=0)
         new_KQGH = _attend(kv, q_K1XH, pages_1P, scale, seen, first, end).reshape(q_KQGH.shape)
-        old_KQGH = lax.dynamic_slice_in_dim(out_KTGH, token, QUERY_BLOCK, axis=1)
-        inside_Q = offset + jnp.arange(QUERY_BLOCK) < q_lens_B[row]
+        old_KQGH = lax.dynamic_slice_in_dim(out_KTGH, token, QUERY_TILE, axis=1)
+        inside_Q = offset + jnp.arange(QUERY_TILE) < q_lens_B[row]
         kept_KQGH = jnp.where(inside_Q[None, :, None, None], new_KQGH, old_KQGH)
         return i + 1, lax.dynamic_update_slice_in_dim(out_KTGH, kept_KQGH, token, axis=1)
 
-    _, out_KTGH = lax.while_loop(lambda carry: carry[0] < cu_blocks_B[-1], block, (jnp.zeros((), jnp.int32), out_KTGH))
+    _, out_KTGH = lax.while_loop(lambda carry: carry[0] < cu_tiles_B[-1], tile, (jnp.zeros((), jnp.int32), out_KTGH))
     return out_KTGH[:, :num_tokens]
 
 

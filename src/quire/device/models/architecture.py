@@ -38,9 +38,10 @@ def read_config(
     num_heads = _need(hf, "num_attention_heads", int)
     hidden_size = _need(hf, "hidden_size", int)
     rope = _default(hf, "rope_parameters", {})
-    scaling = rope or _default(hf, "rope_scaling", {})
-    if not isinstance(scaling, dict):
-        raise ValueError(f"config.json: rope scaling {scaling!r} must be an object")
+    scaling = _default(hf, "rope_scaling", {}) if rope == {} else rope
+    for key, value in (("rope_parameters", rope), ("rope_scaling", scaling)):
+        if not isinstance(value, dict):
+            raise ValueError(f"config.json: {key}={value!r} must be an object")
     theta = rope.get("rope_theta", _default(hf, "rope_theta", 10_000.0))
     activation = _default(hf, "hidden_act", "silu")
     if activation != "silu":
@@ -61,7 +62,7 @@ def read_config(
         rope_theta=theta,
         rope_scaling=_rope_scaling(scaling),
         norm_eps=_default(hf, "rms_norm_eps", 1e-6),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tie_embeddings=_default(hf, "tie_word_embeddings", False),
         windows=windows(num_layers),
         eos_ids=_ids(hf.get("eos_token_id")),
     )

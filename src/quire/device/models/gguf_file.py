@@ -41,7 +41,8 @@ class GgufFile:
         try:
             self.reader: gguf.GGUFReader = _StrictReader(path)
         except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, OSError) as error:
-            raise ValueError(f"{path.name} is not a GGUF file that can be read: {error}") from error
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))
         self._architecture = get_architecture(self.name)
@@ -74,8 +75,8 @@ class GgufFile:
         num_layers = self._whole(f"{arch}.block_count")
         check_whole(f"{arch}.block_count", num_layers, 1, MAX_LAYERS)  # before it sizes anything
         window = self._whole(f"{arch}.attention.sliding_window", 0) or None
-        if "token_embd.weight" not in self._tensors:
-            raise ValueError("the GGUF file has no tensor 'token_embd.weight'")
+        if "token_embd.weight" not in self._tensors or len(self._tensors["token_embd.weight"].shape) != 2:
+            raise ValueError("the GGUF file has no matrix 'token_embd.weight'")
         return ModelConfig(
             architecture=arch,
             vocab_size=int(self._tensors["token_embd.weight"].shape[1]),

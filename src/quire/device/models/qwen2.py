@@ -12,10 +12,13 @@ from quire.device.models.layers import decoder_layer
 def upper_layer_windows(hf: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window: from `layer_types` when the config has it, else from `max_window_layers` on."""
     window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    kinds = hf.get("layer_types")
+    kinds, first = hf.get("layer_types"), hf.get("max_window_layers", num_layers)
     if kinds is None:
-        first = hf.get("max_window_layers", num_layers)
+        if not isinstance(first, int):
+            raise ValueError(f"config.json: max_window_layers={first!r} must be a whole number")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise ValueError(f"config.json: layer_types must be a list of {num_layers} names")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 

@@ -27,7 +27,10 @@ class SafetensorsFolder:
         index = folder / "model.safetensors.index.json"
         if index.exists():
             # The index says which files belong to the model; other files beside them are not its weights.
-            listed = {str(name) for name in read_json(index).get("weight_map", {}).values()}
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ValueError(f"{index.name}: weight_map must be an object")
+            listed = {str(name) for name in weight_map.values()}
             names = [path for path in names if path.name in listed]
         if not names:
             raise ValueError(f"{folder.name}: no .safetensors file in this folder")
@@ -36,7 +39,8 @@ class SafetensorsFolder:
                 file = self._files.enter_context(safe_open(path, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 self._files.close()
-                raise ValueError(f"{path.name} is not a safetensors file: {error}") from error
+                reason = error.strerror if isinstance(error, OSError) else error
+                raise ValueError(f"{path.name} is not a safetensors file: {reason}") from error
             self._home.update(dict.fromkeys(file.keys(), file))
 
     def config(self) -> ModelConfig:

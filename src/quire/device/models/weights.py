@@ -148,33 +148,22 @@ class _Reader:
         """`[D, K, (G+2)*H]`: for each KV head its query heads, its key, its value."""
         config = self.config
         width, kv_heads, head = config.hidden_size, config.num_kv_heads, config.head_dim
-        joined = np.empty((width, kv_heads, config.group_size + 2, head), self.dtype)
-        for name, part, heads in self._qkv_parts():
-            tensor = self.tensor(f"{prefix}self_attn.{name}_proj.weight", (heads * head, width))
-            joined[:, :, part] = tensor.T.reshape(width, kv_heads, -1, head)
-        return joined.reshape(width, kv_heads, -1)
+        heads = {"q": config.num_heads, "k": kv_heads, "v": kv_heads}
+        tensors = [self.tensor(f"{prefix}self_attn.{name}_proj.weight", (n * head, width)) for name, n in heads.items()]
+        parts = [tensor.T.reshape(width, kv_heads, -1, head).astype(self.dtype) for tensor in tensors]
+        return np.concatenate(parts, axis=2).reshape(width, kv_heads, -1)
 
     def qkv_bias(self, prefix: str) -> np.ndarray:
         """`[K, (G+2)*H]`, in the order of qkv."""
         config = self.config
-        joined = np.empty((config.num_kv_heads, config.group_size + 2, config.head_dim), self.dtype)
-        for name, part, heads in self._qkv_parts():
-            tensor = self.tensor(f"{prefix}self_attn.{name}_proj.bias", (heads * config.head_dim,))
-            joined[:, part] = tensor.reshape(config.num_kv_heads, -1, config.head_dim)
-        return joined.reshape(config.num_kv_heads, -1)
+        kv_heads, head = config.num_kv_heads, config.head_dim
+        heads = {"q": config.num_heads, "k": kv_heads, "v": kv_heads}
+        tensors = [self.tensor(f"{prefix}self_attn.{name}_proj.bias", (n * head,)) for name, n in heads.items()]
+        parts = [tensor.reshape(kv_heads, -1, head).astype(self.dtype) for tensor in tensors]
+        return np.concatenate(parts, axis=1).reshape(kv_heads, -1)
 
     def gate_up(self, prefix: str) -> np.ndarray:
         """`[D, 2, F]`."""
         width, ffn = self.config.hidden_size, self.config.intermediate_size
-        joined = np.empty((width, 2, ffn), self.dtype)
-        for i, name in enumerate(("gate", "up")):
-            joined[:, i] = self.tensor(f"{prefix}mlp.{name}_proj.weight", (ffn, width)).T
-        return joined
-
-    def _qkv_parts(self) -> list[tuple[str, slice, int]]:
-        group, config = self.config.group_size, self.config
-        return [
-            ("q", slice(0, group), config.num_heads),
-            ("k", slice(group, group + 1), config.num_kv_heads),
-            ("v", slice(group + 1, group + 2), config.num_kv_heads),
-        ]
+        tensors = [self.tensor(f"{prefix}mlp.{name}_proj.weight", (ffn, width)) for name in ("gate", "up")]
+        return np.stack([tensor.T.astype(self.dtype) for tensor in tensors], axis=1)
