@@ -52,30 +52,25 @@ class Packer:
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """Lay a plan out in the smallest shape that holds it."""
-        shape = self._shape(plan)
-        tokens_T = np.zeros(shape.num_tokens, np.int32)
-        positions_T = np.zeros(shape.num_tokens, np.int32)
-        destinations_T = np.full(shape.num_tokens, self._nowhere, np.int32)
+        shape, rows, page_size = self._shape(plan), plan.rows, self._page_size
         page_table_BP = np.zeros((shape.num_rows, self._pages_per_row), np.int32)
-        kv_lens_B = np.zeros(shape.num_rows, np.int32)
-        cu_q_lens_B1 = np.full(shape.num_rows + 1, plan.num_tokens, np.int32)
-        start, page_size = 0, self._page_size
-        for i, (sequence, first, num_tokens, _) in enumerate(plan.rows):
-            end, pages = first + num_tokens, sequence.pages
-            page_table_BP[i, : len(pages)] = pages
-            kv_lens_B[i] = end
-            cu_q_lens_B1[i] = start
-            if num_tokens == 1:
-                tokens_T[start] = sequence.tokens[first]
-                positions_T[start] = first
-                destinations_T[start] = pages[first // page_size] * page_size + first % page_size
-            else:
-                span = slice(start, start + num_tokens)
-                positions = np.arange(first, end, dtype=np.int32)
-                tokens_T[span] = sequence.tokens[first:end]
-                positions_T[span] = positions
-                destinations_T[span] = page_table_BP[i, positions // page_size] * page_size + positions % page_size
-            start += num_tokens
+        page_table_BP[_ragged([len(row.sequence.pages) for row in rows])] = np.frombuffer(
+            b"".join(row.sequence.pages for row in rows), np.int32
+        )
+        tokens: list[int] = []
+        for sequence, first, count, _ in rows:
+            tokens += sequence.tokens[first : first + count]
+        firsts_B = np.array([row.first for row in rows], np.int32)
+        counts_B = np.array([row.num_tokens for row in rows], np.int32)
+        rows_T, steps_T = _ragged(counts_B)
+        positions = firsts_B[rows_T] + steps_T
+        places = page_table_BP[rows_T, positions // page_size] * page_size + positions % page_size
+
+        tokens_T = _padded(tokens, shape.num_tokens, 0)
+        positions_T = _padded(positions, shape.num_tokens, 0)
+        destinations_T = _padded(places, shape.num_tokens, self._nowhere)
+        kv_lens_B = _padded(firsts_B + counts_B, shape.num_rows, 0)
+        cu_q_lens_B1 = np.cumsum(_padded([0, *counts_B], shape.num_rows + 1, 0), dtype=np.int32)
         if self._debug:
             self._check_destinations(destinations_T)
         layout = BatchLayout(
@@ -131,15 +126,15 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         want_logprobs=np.array(any(s.target is not None or s.sequence.params.logprobs is not None for s in samples)),
         want_top=np.array(any(s.sequence.params.logprobs for s in samples)),
     )
-    for i, (sequence, packed_index, position, target) in enumerate(samples):
+    inputs.packed_index_S[: len(samples)] = [sample.packed_index for sample in samples]
+    for i, (sequence, _, position, target) in enumerate(samples):
         params = sequence.params
-        inputs.packed_index_S[i] = packed_index
         if target is not None:
             inputs.target_S[i] = target
             continue
         if params.temperature > 0:
             inputs.temperature_S[i] = params.temperature
-            inputs.top_k_S[i] = min(params.top_k, np.iinfo(np.int32).max)
+            inputs.top_k_S[i] = params.top_k
             inputs.top_p_S[i] = params.top_p
             inputs.min_p_S[i] = params.min_p
             inputs.seed_S2[i] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
@@ -150,3 +145,17 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
             inputs.bias_ids_SE[i, : len(forbidden)] = forbidden
             inputs.bias_SE[i, : len(forbidden)] = -np.inf
     return inputs
+
+
+def _ragged(counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The index of every element of a ragged array: its row, and its place in the row."""
+    counts = np.asarray(counts, np.int32)
+    rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+    starts = np.cumsum(counts, dtype=np.int32) - counts
+    return rows, np.arange(len(rows), dtype=np.int32) - starts[rows]
+
+
+def _padded(values: Sequence[int] | np.ndarray, length: int, fill: int) -> np.ndarray:
+    padded = np.full(length, fill, np.int32)
+    padded[: len(values)] = values
+    return padded
