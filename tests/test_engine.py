@@ -91,6 +91,32 @@ def test_weights_of_this_program_are_checked_by_name_and_not_copied():
         LLM.from_params(config, params | {"norm": params["norm"].reshape(2, 16)})
 
 
+def test_mistakes_in_a_call_name_what_was_expected(llm):
+    config, params = tiny_config(), dict(tiny_params(tiny_config()))
+    with pytest.raises(ValueError, match=r"must be SamplingParams"):
+        llm.generate([[1]], {"max_tokens": 2})
+    with pytest.raises(ValueError, match="stream takes one prompt, 2 were given"):
+        llm.stream([[1], [2]])
+    with pytest.raises(RequestError, match="must be a Request"):
+        llm.engine.add("hello")
+    with pytest.raises(ValueError, match=r"max_modellen is not a knob of the engine; did you mean max_model_len\?"):
+        LLM.from_params(config, params, max_modellen=3)
+    with pytest.raises(ValueError, match="zzz is not a knob of the engine; there are dtype, page_size"):
+        LLM("nowhere", zzz=3)
+    with pytest.raises(ValueError, match="params_from_tensors"):
+        LLM.from_params(config, {"model.embed_tokens.weight": params["embed"]})
+
+
+def test_numbers_of_numpy_are_numbers(llm):
+    ours = SamplingParams(
+        seed=np.int32(4), temperature=np.float32(0.5), max_tokens=jnp.int32(9), stop_token_ids=np.array([3])
+    )
+    assert ours == SamplingParams(seed=4, temperature=0.5, max_tokens=9, stop_token_ids=[3])
+    assert tokens(llm.generate([[1]], ours)) == tokens(
+        llm.generate([[1]], SamplingParams(seed=4, temperature=0.5, max_tokens=9, stop_token_ids=[3]))
+    )
+
+
 def test_arrays_are_as_good_as_lists_of_ids(llm):
     expected = tokens(llm.generate([[5, 6, 7], [8, 9, 10]], GREEDY))
     assert tokens(llm.generate(np.array([[5, 6, 7], [8, 9, 10]]), GREEDY)) == expected
@@ -416,7 +442,7 @@ def test_a_stream_dropped_on_another_thread_is_aborted_before_the_next_step(llm)
     "bad", [{"stop_token_ids": [VOCAB]}, {"stop": [[1, VOCAB]]}, {"stop_token_ids": [(1 << 31) - 1]}]
 )
 def test_a_stop_id_outside_the_vocabulary_is_refused(llm, bad):
-    with pytest.raises(RequestError, match=r"stop id .* is not below 97"):
+    with pytest.raises(RequestError, match=r"stop or stop_token_ids holds \d+, .* 97"):
         llm.generate([[1]], SamplingParams(min_tokens=1, max_tokens=4, **bad))
     with pytest.raises(ValueError, match="stop_token_ids=2147483648"):
         SamplingParams(stop_token_ids=[1 << 31])

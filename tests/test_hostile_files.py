@@ -209,13 +209,14 @@ def test_a_truncated_gguf_is_a_clean_error(tmp_path, size):
 @pytest.mark.parametrize(
     ("model", "match"),
     [
-        ("nowhere", "no folder, no GGUF file and no hub id"),
-        ("no/such.gguf", "no folder, no GGUF file"),
+        ("nowhere", "does not exist; give a folder, a GGUF file or a hub id"),
+        ("no/such.gguf", "does not exist"),
+        ("./nofolder", "does not exist"),
         ("org/name", "pinned to one commit"),
         ("org/name@main", "pinned to one commit"),
         ("org/name@" + "A" * 40, "pinned to one commit"),
-        ("https://example.org/model", "no hub id"),
-        ("a/b/c", "no hub id"),
+        ("https://example.org/model", "does not exist"),
+        ("a/b/c", "does not exist"),
     ],
 )
 def test_what_is_no_model_is_refused_with_what_would_be(model, match):

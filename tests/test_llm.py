@@ -241,7 +241,7 @@ def test_quire_generate_prints_real_text(smollm2_gguf):
 
 
 def test_mistakes_are_one_line_and_no_traceback():
-    for args in (["generate", "no-such-model", "x"], ["generate", "org/name", "x"], ["chat", "nowhere"]):
+    for args in (["generate", "no-such-model", "x"], ["generate", "org/name", "x"], ["chat", "./nowhere"]):
         out = quire(*args)
         assert out.returncode == 2
         assert out.stderr.startswith("quire: MODEL")

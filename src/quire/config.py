@@ -5,6 +5,7 @@ a model file says of itself. Neither knows jax.
 """
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,6 +66,17 @@ class EngineConfig:
     def max_num_samples(self) -> int:
         """Logits drawn in one step, at most: one a row, and enough for prompt log-probabilities to move on."""
         return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
+
+
+def engine_config(**knobs: Any) -> EngineConfig:
+    """An EngineConfig from knobs by name; an unknown one is refused with those there are."""
+    names = [field.name for field in dataclasses.fields(EngineConfig)]
+    for knob in knobs:
+        if knob not in names:
+            near = difflib.get_close_matches(knob, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise ValueError(f"{knob} is not a knob of the engine; {hint}")
+    return EngineConfig(**knobs)
 
 
 @dataclass(frozen=True, kw_only=True)

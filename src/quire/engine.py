@@ -63,8 +63,8 @@ def _owner_only(method: Callable) -> Callable:
     def checked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
         if not self.is_owned_here:
             raise RuntimeError(
-                f"Engine.{method.__name__} called from thread {threading.current_thread().name!r}; an engine belongs "
-                "to the thread that made it: send requests there through a queue"
+                f"the engine was called from thread {threading.current_thread().name!r} (Engine.{method.__name__}) and "
+                "belongs to the thread that made it: send requests there through a queue"
             )
         return method(self, *args, **kwargs)
 
@@ -219,13 +219,18 @@ class Engine:
     @_owner_only
     def check(self, request: Request) -> int:
         """Raise RequestError if a request can never run; returns how many tokens each sequence may generate."""
+        if not isinstance(request, Request):
+            raise RequestError(f"{request!r} must be a Request(id=..., prompt_token_ids=..., params=...)")
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
         if request.params.stop_strings and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop holds a string and there is no tokenizer; use token ids")
         for token_id in itertools.chain(request.params.stop_token_ids, *request.params.stop_sequences):
             if token_id >= self.model.vocab_size:
-                raise RequestError(f"request {request.id}: stop id {token_id} is not below {self.model.vocab_size}")
+                raise RequestError(
+                    f"request {request.id}: stop or stop_token_ids holds {token_id}, which is not below the "
+                    f"vocabulary's {self.model.vocab_size}"
+                )
         max_tokens = self._max_new_tokens(request)
         self.scheduler.check_fits(request.id, len(request.prompt_token_ids), max_tokens)
         return max_tokens
@@ -250,9 +255,11 @@ class Engine:
                     f"max_model_len={limit}, and the pool has {in_pool - 1} tokens; shorten it or raise these"
                 )
         if prompt_len + max_tokens > limit:
+            fixes = ["shorten the prompt"] + ["lower max_tokens"] * (max_tokens > 0)
+            fixes += ["raise max_model_len"] * (limit < self.model.max_len)
             raise RequestError(
                 f"request {request.id}: a prompt of {prompt_len} tokens + max_tokens={max_tokens} is more than "
-                f"max_model_len={limit}; shorten the prompt, lower max_tokens or raise max_model_len"
+                f"max_model_len={limit}; {' or '.join(fixes)}"
             )
         return max_tokens
 

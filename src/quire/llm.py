@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from quire.compile_cache import use_compile_cache
-from quire.config import EngineConfig, ModelConfig
+from quire.config import EngineConfig, ModelConfig, engine_config
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
 from quire.engine import Engine
@@ -51,7 +51,7 @@ class LLM:
         **expert: Any,
     ) -> None:
         """Load `model`: a folder, a GGUF file or `org/name@commit`. The knobs are those of `EngineConfig`."""
-        config = EngineConfig(
+        config = engine_config(
             dtype=dtype,
             page_size=page_size,
             num_pages=num_pages,
@@ -82,8 +82,12 @@ class LLM:
         `quire.device.models.weights.params_from_tensors` makes them from arrays under Hugging Face names.
         """
         mesh = mesh or make_mesh()
+        if "embed" not in params:
+            raise ValueError(
+                "params has no 'embed'; arrays under Hugging Face names go through params_from_tensors first"
+            )
         knobs.setdefault("dtype", str(params["embed"].dtype))
-        config = EngineConfig(**knobs)
+        config = engine_config(**knobs)
         params = place_params(model_config, params, mesh=mesh, dtype=config.dtype)
         llm = cls.__new__(cls)
         llm._start(model_config, params, tokenizer, config, mesh, quiet)
@@ -162,7 +166,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextChunk]:
         """Continue one prompt, handing out text as it becomes certain. Leaving the loop early aborts the request."""
-        (request,) = self._requests([prompt], params)
+        prompts = _prompt_list(prompt)
+        if len(prompts) != 1:
+            raise ValueError(f"stream takes one prompt, {len(prompts)} were given; generate takes many")
+        (request,) = self._requests(prompts, params)
         self.engine.check(request)
         return self._stream(request)
 
@@ -190,6 +197,8 @@ class LLM:
     def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
+        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+            raise ValueError(f"params={params!r} must be SamplingParams(...), or a list with one for each prompt")
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one for each")
         call = uuid.uuid4().hex[:8]
@@ -229,7 +238,7 @@ class LLM:
                     sent[sequence] += len(token_ids)
                     if reason:
                         del sent[sequence]
-                    yield TextChunk(sequence.index, _new_text(sequence), token_ids, reason)
+                    yield TextChunk(sequence.index, _new_text(sequence), token_ids, reason and str(reason))
 
     def _step(self) -> list[TokenEvent]:
         with _interrupts_wait():

@@ -53,21 +53,21 @@ def load_model(
 
 def find_model(model: str | Path) -> Path:
     """The folder or GGUF file a MODEL means, fetched from the hub if need be."""
-    path = Path(model).expanduser()
+    path = Path(model).expanduser().absolute()
     if path.is_dir() or path.is_file():
         return path
     hub = _HUB_ID.fullmatch(str(model))
-    if hub is None or str(model).endswith((".gguf", ".safetensors")):
-        raise ValueError(f"MODEL {str(model)!r} is no folder, no GGUF file and no hub id (org/name@commit)")
+    if hub is None or str(model).startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors"):
+        raise ValueError(
+            f"MODEL {str(model)!r} does not exist; give a folder, a GGUF file or a hub id (org/name@commit)"
+        )
     if not re.fullmatch(r"[0-9a-f]{40}", hub["revision"] or ""):
         raise ValueError(
             f"MODEL {str(model)!r} is no folder or file; as a hub id it must be pinned to one commit, "
             f"{hub['repo']}@<40 hex digits>, so that every file comes from the same one"
         )
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ValueError("fetching a model needs huggingface_hub: pip install 'quire[hub]'") from error
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(hub["repo"], revision=hub["revision"], allow_patterns=list(HUB_FILES)))
     except Exception as error:  # the client raises a dozen kinds: offline, no such repository, no such commit, ...

@@ -87,6 +87,12 @@ class SamplingParams:
     """Report the log-probability of each prompt token given those before it."""
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs"):
+            value = getattr(self, name)
+            if hasattr(value, "item"):  # a number of numpy's or jax's
+                object.__setattr__(self, name, value.item())
+        if hasattr(self.stop_token_ids, "tolist"):
+            object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())  # pyright: ignore
         _real("temperature", self.temperature, 0.0, 1e4)
         _int("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
@@ -100,7 +106,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.max_tokens == 0 and not self.prompt_logprobs:
-            raise ValueError("max_tokens=0 asks for nothing; set prompt_logprobs=True to score the prompt")
+            raise ValueError("max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True")
         if self.logprobs is not None:
             _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "prompt_logprobs"):

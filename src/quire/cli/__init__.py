@@ -47,7 +47,9 @@ def _run(args: argparse.Namespace) -> int:
 def _generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
-    parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="text to continue; without any, lines from stdin")
+    parser.add_argument(
+        "prompt", metavar="PROMPT", nargs="*", default=[], help="text to continue; without any, lines of stdin"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     _sampling_flags(parser, max_tokens=64, temperature=0.0)
     _engine_flags(parser, max_num_seqs=None)
@@ -93,8 +95,9 @@ def _engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
             group.add_argument(flag, action="store_true", default=default, help=text)
         else:
             kind = _plain(field.type)
+            kind = _plain(field.type)
             shown = text if default is None else f"{text} ({default})"
-            group.add_argument(flag, type=kind, default=default, metavar=field.name[-1].upper(), help=shown)
+            group.add_argument(flag, type=kind, default=default, metavar="N" if kind is int else "NAME", help=shown)
 
 
 def _plain(annotation: typing.Any) -> type:

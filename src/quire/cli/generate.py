@@ -11,8 +11,8 @@ from quire.cli import engine_knobs, sampling_knobs
 def run(args: argparse.Namespace) -> int:
     """Continue every prompt and print it with its continuation."""
     prompts = args.prompt or [line.rstrip("\n") for line in sys.stdin if line.strip()]
-    if not prompts:
-        raise ValueError("no prompt: give one as an argument, or lines on standard input")
+    if not prompts or not all(prompts):
+        raise ValueError("PROMPT is empty: give text as an argument, or lines on standard input")
     params = SamplingParams(**sampling_knobs(args))
     knobs = engine_knobs(args)
     # Fewer rows than the engine's default mean fewer programs to compile.
