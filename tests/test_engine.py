@@ -409,6 +409,32 @@ def test_a_step_that_never_reached_the_device_ends_its_own_requests_only(params,
             assert sequence in ended or sequence.output_token_ids == expected
 
 
+class Trips:
+    """A stop watch that raises at its third token."""
+
+    def advance(self, tokens, start):
+        if len(tokens) - start == 3:
+            raise ValueError("tripped")
+        return False
+
+
+def test_a_commit_that_fails_half_way_leaves_the_engine_whole(params, alone):
+    with tiny_llm(max_num_seqs=4) as other:
+        engine = other.engine
+        (bad,) = engine.add(
+            request("bad", prompt=PROMPTS[3], temperature=0, max_tokens=9, ignore_eos=True, stop=[[96, 96]])
+        )
+        bad.text, bad.has_stop_strings = Trips(), True
+        ends = engine.add(request("ends", prompt=PROMPTS[4], max_tokens=3, ignore_eos=True))  # in the same commit
+        sequences, raised = drive(engine, PROMPTS, params)
+        assert [str(error) for error in raised] == ["tripped"]
+        assert bad.finish_reason == "abort"
+        assert ends[0].finish_reason in ("abort", "length")
+        whole = [s for s in sequences if s.finish_reason != "abort"]
+        assert len(whole) >= len(PROMPTS) - 2
+        assert all(s.output_token_ids == alone[int(s.request.id[1:])] for s in whole)
+
+
 def test_ctrl_c_while_requests_are_added_leaves_none_behind(llm):
     engine, real = llm.engine, llm.engine.add
 

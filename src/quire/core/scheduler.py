@@ -190,8 +190,9 @@ class Scheduler:
     # -- a step that failed --------------------------------------------------------------------------------------
 
     def fail(self, plan: StepPlan) -> None:
-        """The step in flight never reached the device: its sequences end, nobody else's."""
+        """The step in flight came to nothing on the host's side: its sequences end, nobody else's."""
         self._in_flight = None
+        self._drop_finished()
         for row in plan.rows:
             self.abort(row.sequence)
 
@@ -201,6 +202,7 @@ class Scheduler:
         `failed` says that the device is to blame; whoever was there the last time too ends.
         """
         self._in_flight = None
+        self._drop_finished()
         for sequence in self.running[::-1]:
             sequence.num_failures += failed
             if sequence.num_failures > 1:
@@ -226,8 +228,11 @@ class Scheduler:
             self._finish(sequence, FinishReason.LENGTH)
             events.append(TokenEvent(sequence, (), FinishReason.LENGTH))
         if any(event.finish_reason for event in events):
-            self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
+            self._drop_finished()
         return events
+
+    def _drop_finished(self) -> None:
+        self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
 
     def _commit_samples(self, samples: list[Sample], result: StepResult) -> list[TokenEvent]:
         events = []
