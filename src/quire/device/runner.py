@@ -97,7 +97,7 @@ class ModelRunner:
         # XLA compiles outside the interpreter's lock: while one program compiles the next is traced.
         pool = ThreadPoolExecutor(max_workers=os.cpu_count())
         try:
-            compiling = {pool.submit(self._lower(shape).compile): shape for shape in self.shapes}
+            compiling = {pool.submit(self.trace(shape).lower().compile): shape for shape in self.shapes}
             for future in as_completed(compiling):
                 self._programs[compiling[future]] = future.result()
                 step(str(compiling[future]))
@@ -139,7 +139,8 @@ class ModelRunner:
             mesh=self.mesh,
         )
 
-    def _lower(self, shape: StepShape) -> jax.stages.Lowered:
+    def trace(self, shape: StepShape) -> jax.stages.Traced:
+        """The program of one shape, not yet for any platform."""
         parts, layer = self._parts, get_architecture(self.model.architecture).layer
 
         def step(params, cache, tokens_T, layout, samples):
@@ -150,7 +151,7 @@ class ModelRunner:
         whole = sharding(self.mesh)
         tokens_T, layout, samples = abstract_inputs(shape, self.pages_per_row, whole)
         program = jax.jit(step, donate_argnums=1, out_shardings=(sharding(self.mesh, *parts.backend.axes), whole))
-        return program.lower(self._params, self._cache, tokens_T, layout, samples)
+        return program.trace(self._params, self._cache, tokens_T, layout, samples)
 
     @contextmanager
     def _count_compiles(self) -> Iterator[None]:
