@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+from quire.config import check_whole
 from quire.core.errors import StateError
 
 MAX_LOGPROBS = 20
@@ -94,21 +95,21 @@ class SamplingParams:
         if hasattr(self.stop_token_ids, "tolist"):
             object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())  # pyright: ignore
         _real("temperature", self.temperature, 0.0, 1e4)
-        _int("top_k", self.top_k, 0, MAX_TOKEN_ID)
+        check_whole("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _int("seed", self.seed, 0, (1 << 64) - 1)
-        _int("n", self.n, 1, MAX_SAMPLES_PER_REQUEST)
+            check_whole("seed", self.seed, 0, (1 << 64) - 1)
+        check_whole("n", self.n, 1, MAX_SAMPLES_PER_REQUEST)
         if self.max_tokens is not None:
-            _int("max_tokens", self.max_tokens, 0, 1 << 31)
-        _int("min_tokens", self.min_tokens, 0, 1 << 31)
+            check_whole("max_tokens", self.max_tokens, 0, 1 << 31)
+        check_whole("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.max_tokens == 0 and not self.prompt_logprobs:
             raise ValueError("max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True")
         if self.logprobs is not None:
-            _int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
@@ -119,7 +120,7 @@ class SamplingParams:
         if len(ids) > MAX_STOP_IDS:
             raise ValueError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed")
         for token_id in ids:
-            _int("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+            check_whole("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property
@@ -274,11 +275,6 @@ class Sequence:
         return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
 
 
-def _int(name: str, value: Any, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be a whole number from {low} to {high}")
-
-
 def _real(name: str, value: Any, low: float, high: float, *, low_excluded: bool = False) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or (low_excluded and value == low):  # NaN is in no range
@@ -299,7 +295,7 @@ def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:
             stops.append(entry)
         elif isinstance(entry, SequenceOf) and not isinstance(entry, bytes):
             for token_id in entry:
-                _int("stop", token_id, 0, MAX_TOKEN_ID)
+                check_whole("stop", token_id, 0, MAX_TOKEN_ID)
             stops.append(tuple(entry))
         else:
             raise ValueError(f"stop holds {entry!r}; put strings or lists of token ids there (ids: stop_token_ids)")

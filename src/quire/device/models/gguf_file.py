@@ -39,7 +39,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            self.reader: gguf.GGUFReader = _StrictReader(path)
+            with np.errstate(all="raise"):  # sizes that overflow
+                self.reader: gguf.GGUFReader = _StrictReader(path)
         except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, OSError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
