@@ -46,6 +46,7 @@ def test_batched_equals_alone(llm, params, alone):
     assert tokens(llm.generate(PROMPTS, params)) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [8, 11, 200])
 @pytest.mark.parametrize("page_size", [1, 4, 128])
 def test_chunked_equals_whole_at_any_page_size(params, alone, budget, page_size):
@@ -53,8 +54,8 @@ def test_chunked_equals_whole_at_any_page_size(params, alone, budget, page_size)
         assert tokens(other.generate(PROMPTS, params)) == alone
 
 
-def test_preempted_equals_undisturbed(params, alone):
-    with tiny_llm(num_pages=22, debug=True) as small:
+def test_preempted_and_chunked_equals_undisturbed(params, alone):
+    with tiny_llm(num_pages=22, max_num_batched_tokens=11, debug=True) as small:
         assert tokens(small.generate(PROMPTS, params)) == alone
         assert small.engine.stats().preemptions >= 3
         assert small.engine.stats().held_pages == 0
@@ -154,6 +155,7 @@ def test_freed_pages_are_nan_and_nobody_notices(params, alone):
         assert poisoned == 4, "the pages really were poisoned"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["xla", "reference"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_whatever_lies_in_unwritten_pages_changes_nothing(attention, poison, alone, params):

@@ -5,6 +5,7 @@ import pytest
 from tests.tiny import tiny_config, tiny_llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_program_lowers_for_an_accelerator(platform, dtype):
