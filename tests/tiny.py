@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 
-from quire import LLM, EngineConfig, ModelConfig
+from quire import LLM, ModelConfig
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
 
@@ -71,6 +71,5 @@ def tiny_llm(config: ModelConfig | None = None, num_devices: int = 1, **knobs) -
     config = config or tiny_config()
     defaults = {"dtype": "float32", "page_size": 4, "num_pages": 64, "max_num_seqs": 8, "max_num_batched_tokens": 32}
     knobs = defaults | knobs
-    EngineConfig(**knobs)
     mesh = make_mesh(jax.devices()[:num_devices])
     return LLM.from_params(config, tiny_params(config, knobs["dtype"], num_devices), mesh=mesh, quiet=True, **knobs)

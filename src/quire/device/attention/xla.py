@@ -8,6 +8,8 @@ of about 128 positions with the softmax kept online (running maximum and sum), i
   window only from its first visible chunk on.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -49,7 +51,7 @@ def _write(pages_KMZH: jax.Array, new_TKH: jax.Array, destinations_T: jax.Array)
     num_heads, num_pages, page_size, head_dim = pages_KMZH.shape
     flat = pages_KMZH.reshape(num_heads, num_pages * page_size, head_dim)
     new_KTH = new_TKH.astype(flat.dtype).swapaxes(0, 1)
-    return flat.at[:, destinations_T].set(new_KTH, mode="drop", unique_indices=False).reshape(pages_KMZH.shape)
+    return flat.at[:, destinations_T].set(new_KTH, mode="drop").reshape(pages_KMZH.shape)
 
 
 def _decode_rows(kv, q_KBGH: jax.Array, layout: BatchLayout, scale: float, window: int | None) -> jax.Array:
@@ -83,14 +85,7 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
     single_B = q_lens_B == 1
 
     tokens_B = jnp.minimum(cu_q_lens_B1[:-1], num_tokens - 1)
-    singles = BatchLayout(
-        positions_T=layout.positions_T,
-        destinations_T=layout.destinations_T,
-        page_table_BP=layout.page_table_BP,
-        kv_lens_B=jnp.where(single_B, layout.kv_lens_B, 0),
-        cu_q_lens_B1=cu_q_lens_B1,
-        decode=True,
-    )
+    singles = dataclasses.replace(layout, kv_lens_B=jnp.where(single_B, layout.kv_lens_B, 0), decode=True)
     single_out_KBGH = _decode_rows(kv, q_KTGH[:, tokens_B], singles, scale, window)
     out_KTGH = jnp.zeros((num_kv_heads, num_tokens + QUERY_TILE, group, head_dim), jnp.float32)
     target_B = jnp.where(single_B, tokens_B, num_tokens + QUERY_TILE)
