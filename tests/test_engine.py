@@ -54,11 +54,14 @@ def test_chunked_equals_whole_at_any_page_size(params, alone, budget, page_size)
         assert tokens(other.generate(PROMPTS, params)) == alone
 
 
-def test_preempted_and_chunked_equals_undisturbed(params, alone):
-    with tiny_llm(num_pages=22, max_num_batched_tokens=11, debug=True) as small:
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_and_chunked_equals_undisturbed(params, alone, preemption):
+    knobs = {"num_pages": 21, "num_host_pages": 64, "max_num_batched_tokens": 11, "prefix_cache": False}
+    with tiny_llm(preemption=preemption, debug=True, **knobs) as small:
         assert tokens(small.generate(PROMPTS, params)) == alone
-        assert small.engine.stats().preemptions >= 3
-        assert small.engine.stats().held_pages == 0
+        stats = small.engine.stats()
+        assert (stats.swaps if preemption == "swap" else stats.recomputes) == stats.preemptions >= 3
+        assert (stats.held_pages, stats.free_host_pages) == (0, stats.num_host_pages)
 
 
 def test_the_reference_backend_agrees(params, alone):
@@ -162,7 +165,8 @@ def test_whatever_lies_in_unwritten_pages_changes_nothing(attention, poison, alo
     with tiny_llm(attention=attention) as other:
         runner = other.engine.runner
         runner._cache = jax.tree.map(
-            lambda x: jax.device_put(np.full(x.shape, poison, x.dtype), x.sharding), runner._cache
+            lambda x: jax.device_put(np.full(x.shape, poison if x.dtype == np.float32 else -1, x.dtype), x.sharding),
+            runner._cache,
         )
         assert tokens(other.generate(PROMPTS, params)) == alone
 
@@ -281,9 +285,11 @@ def request(i, prompt=(1, 2, 3), **params):
 def test_add_step_abort_reset(llm):
     engine = llm.engine
     engine.add(request("a", max_tokens=200, ignore_eos=True))
-    engine.add(request("b", max_tokens=200, n=3, ignore_eos=True))
+    engine.add(request("b", prompt=(1, 2), max_tokens=200, n=3, ignore_eos=True))
     with pytest.raises(RequestError, match="'a' is in use"):
         engine.add(request("a"))
+    assert len(engine.step()) == 4, "one token each: b's three come from one row"
+    assert (engine.stats().running, engine.stats().waiting) == (2, 2)
     assert len(engine.step()) == 4
     assert engine.stats().running == 4
     assert engine.stats().held_pages == 4
@@ -293,7 +299,8 @@ def test_add_step_abort_reset(llm):
     assert engine.stats().running == 1
     assert engine.reset() == 1
     stats = engine.stats()
-    assert (stats.free_pages, stats.held_pages, stats.sum_refcounts, stats.running) == (64, 0, 0, 0)
+    assert (stats.free_pages + stats.cached_pages, stats.held_pages, stats.running) == (64, 0, 0)
+    assert stats.sum_refcounts == stats.cached_pages
     assert engine.step() == []
     engine.audit()
 
@@ -470,7 +477,7 @@ def test_a_stream_dropped_on_another_thread_is_aborted_before_the_next_step(llm)
     "bad", [{"stop_token_ids": [VOCAB]}, {"stop": [[1, VOCAB]]}, {"stop_token_ids": [(1 << 31) - 1]}]
 )
 def test_a_stop_id_outside_the_vocabulary_is_refused(llm, bad):
-    with pytest.raises(RequestError, match=r"stop or stop_token_ids holds \d+, .* 97"):
+    with pytest.raises(RequestError, match=r"stop, stop_token_ids or logit_bias holds \d+, .* 97"):
         llm.generate([[1]], SamplingParams(min_tokens=1, max_tokens=4, **bad))
     with pytest.raises(ValueError, match="stop_token_ids=2147483648"):
         SamplingParams(stop_token_ids=[1 << 31])

@@ -17,7 +17,7 @@ from quire.device.inputs import INVALID, MAX_BIASES, BatchLayout, PageCommands, 
 MIN_ROWS = 4
 """On a CPU a matmul with fewer rows is several times slower than one with four."""
 MIN_MIXED_TOKENS = 32
-MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 9, 5
+MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
 
 
 def step_shapes(config: EngineConfig) -> list[StepShape]:
@@ -86,8 +86,9 @@ class Packer:
             layout=layout,
             samples=pack_samples(plan.samples, shape.num_samples),
             pages=PageCommands(
-                copy_from=np.array([source for source, _ in plan.operations.copies], np.int32),
-                copy_to=np.array([target for _, target in plan.operations.copies], np.int32),
+                swap_out=_pairs(plan.operations.swap_outs),
+                copy=_pairs(plan.operations.copies),
+                swap_in=_pairs(plan.operations.swap_ins),
                 poison=np.array(plan.operations.poisons, np.int32),
             ),
         )
@@ -113,6 +114,8 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     """The sampling parameters of a step; padding draws greedily from token 0 and is never read."""
     inputs = SampleInputs(
         packed_index_S=np.zeros(num_samples, np.int32),
+        row_S=np.zeros(num_samples, np.int32),
+        prompt_len_S=np.zeros(num_samples, np.int32),
         temperature_S=np.zeros(num_samples, np.float32),
         top_k_S=np.zeros(num_samples, np.int32),
         top_p_S=np.ones(num_samples, np.float32),
@@ -121,13 +124,16 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         index_S=np.zeros(num_samples, np.int32),
         position_S=np.zeros(num_samples, np.int32),
         target_S=np.full(num_samples, INVALID, np.int32),
+        repetition_S=np.ones(num_samples, np.float32),
+        presence_S=np.zeros(num_samples, np.float32),
+        frequency_S=np.zeros(num_samples, np.float32),
         bias_ids_SE=np.full((num_samples, MAX_BIASES), INVALID, np.int32),
         bias_SE=np.zeros((num_samples, MAX_BIASES), np.float32),
         want_logprobs=np.array(any(s.target is not None or s.sequence.params.logprobs is not None for s in samples)),
         want_top=np.array(any(s.sequence.params.logprobs for s in samples)),
     )
     inputs.packed_index_S[: len(samples)] = [sample.packed_index for sample in samples]
-    for i, (sequence, _, position, target) in enumerate(samples):
+    for i, (sequence, row, _, position, target) in enumerate(samples):
         params = sequence.params
         if target is not None:
             inputs.target_S[i] = target
@@ -140,10 +146,17 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
             inputs.seed_S2[i] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
             inputs.index_S[i] = sequence.index
             inputs.position_S[i] = position
-        if params.min_tokens:
-            forbidden = sorted(sequence.forbidden_ids)
-            inputs.bias_ids_SE[i, : len(forbidden)] = forbidden
-            inputs.bias_SE[i, : len(forbidden)] = -np.inf
+        if params.has_penalty:
+            inputs.row_S[i] = row
+            inputs.position_S[i] = position
+            inputs.prompt_len_S[i] = sequence.prompt_len
+            inputs.repetition_S[i] = params.repetition_penalty
+            inputs.presence_S[i] = params.presence_penalty
+            inputs.frequency_S[i] = params.frequency_penalty
+        if params.logit_bias or params.min_tokens:
+            biases = dict(params.logit_bias) | dict.fromkeys(sequence.forbidden_ids, -np.inf)
+            inputs.bias_ids_SE[i, : len(biases)] = list(biases)
+            inputs.bias_SE[i, : len(biases)] = list(biases.values())
     return inputs
 
 
@@ -153,6 +166,10 @@ def _ragged(counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]
     rows = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     starts = np.cumsum(counts, dtype=np.int32) - counts
     return rows, np.arange(len(rows), dtype=np.int32) - starts[rows]
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> np.ndarray:
+    return np.array(pairs, np.int32).reshape(-1, 2)
 
 
 def _padded(values: Sequence[int] | np.ndarray, length: int, fill: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32")
 ATTENTION_BACKENDS = ("xla", "reference")
+PREEMPTIONS = ("auto", "swap", "recompute")
 
 # Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
 MAX_DIMENSION = 1 << 24
@@ -34,9 +35,14 @@ class EngineConfig:
     max_num_seqs: int = _knob(64, "sequences that run at the same time, at most")
     max_num_batched_tokens: int = _knob(512, "tokens computed in one step, at most")
     max_model_len: int | None = _knob(None, "prompt plus generated tokens of one sequence, at most")
+    prefix_cache: bool = _knob(True, "find and reuse the KV of prompts that begin alike")
+    preemption: str = _knob("auto", "how pages are taken back when they run out: auto, swap or recompute")
     debug: bool = _knob(False, "audit every step and poison freed pages with NaN")
 
     memory_budget: int | None = _knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
+    num_host_pages: int | None = _knob(
+        None, "KV pages in host memory for swapped sequences; by default half of num_pages", expert=True
+    )
     attention: str = _knob("xla", "attention backend: xla, or reference (slow, readable)", expert=True)
     compile_cache: str | None = _knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
@@ -46,6 +52,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        _one_of("preemption", self.preemption, PREEMPTIONS)
         check_whole("page_size", self.page_size, 1, 4096)
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
@@ -56,6 +63,11 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, top)
+        if self.num_host_pages is not None:
+            check_whole("num_host_pages", self.num_host_pages, 0, MAX_PAGES)
+        for name in ("prefix_cache", "debug", "fail_on_compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "

@@ -6,56 +6,106 @@
 import itertools
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from quire.batch import Packer, step_shapes
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
+from quire.core.audit import Readings, audit, readings
 from quire.core.errors import RequestError
+from quire.core.page_map import PageMap, page_map
+from quire.core.page_tables import PageTables
 from quire.core.pages import PageAllocator
-from quire.core.plan import StepPlan
+from quire.core.plan import StepPlan, StepResult
 from quire.core.scheduler import Scheduler
+from quire.device.inputs import StepInputs
 from quire.device.memory import default_pool_bytes
 from quire.device.mesh import make_mesh
-from quire.device.runner import ModelRunner, StepHandle
-from quire.request import Request, Sequence, TokenEvent
+from quire.device.runner import ModelRunner
+from quire.request import Request, Sequence, TokenEvent, Version
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
+class EngineStats(Readings):
     """A reading of the engine, taken between two steps."""
 
     num_pages: int
-    free_pages: int
-    cached_pages: int
-    """Pages that only the prefix cache holds."""
-    held_pages: int
-    """Pages that a sequence holds."""
-    shared_pages: int
-    """Pages with more than one holder."""
-    max_refcount: int
-    sum_refcounts: int
+    num_host_pages: int
+    free_host_pages: int
     running: int
     waiting: int
+    """Sequences without a row; the swapped ones are not among them."""
+    swapped: int
     steps: int
     preemptions: int
+    recomputes: int
+    """Preemptions whose pages are computed again."""
+    swaps: int
+    """Preemptions whose pages went to host memory."""
+    evictions: int
+    """Pages that the prefix cache gave up."""
     prompt_tokens: int
     """Prompt tokens of every request added."""
+    cached_tokens: int
+    """Positions that were found in the prefix cache, or with a relative, instead of computed."""
     computed_tokens: int
     """Tokens put through the model, recomputed ones included."""
     generated_tokens: int
+    page_copies: int
+    """Pages copied because a fork began in the middle of one."""
+    weight_version: Version
     programs: int
     compiles_after_warmup: int
+
+
+class Handle(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for it."""
+        ...
+
+
+class Runner(Protocol):
+    """The one door to device state: a `ModelRunner`, or `quire.testing.FakeRunner` where there is no device."""
+
+    seconds_per_page: float
+    num_compiles: int
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are ready."""
+        ...
+
+    def run(self, inputs: StepInputs) -> Handle:
+        """Dispatch one step."""
+        ...
+
+    def recover(self) -> bool:
+        """After a failed step: whether the cache survived it."""
+        ...
+
+    def set_weights(self, params: Any) -> None:
+        """Compute with these from the next step on."""
+        ...
+
+    def zero(self) -> None:
+        """Clear every page."""
+        ...
+
+
+SMOOTHING = 0.1
+"""How much the newest step counts in the measured cost of a token."""
 
 
 def _owner_only(method: Callable) -> Callable:
@@ -83,23 +133,39 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         mesh: Mesh | None = None,
         progress: Callable[[int, int, str], None] | None = None,
+        runner: Runner | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        """Compile every program and be ready. `runner` replaces the device, for tests; `clock` the time."""
         self.config = config = config or EngineConfig()
         self.model = model
         self.tokenizer = tokenizer
-        self._owner = threading.get_ident()
         self.max_model_len = _max_model_len(config, model)
+        self.eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
+        if len(self.eos_ids) > MAX_EOS_IDS or max(self.eos_ids, default=0) >= model.vocab_size:
+            raise ValueError(f"end tokens {sorted(self.eos_ids)}: at most {MAX_EOS_IDS}, each below {model.vocab_size}")
+        self._owner = threading.get_ident()
+        self._clock = clock
         mesh = mesh or make_mesh()
         num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len, mesh)
+        num_host_pages = num_pages // 2 if config.num_host_pages is None else config.num_host_pages
+        if config.preemption == "recompute":
+            num_host_pages = 0
         pages_per_row = min(-(-self.max_model_len // config.page_size), num_pages)
         shapes = step_shapes(config)
-        self.scheduler = Scheduler(
+        tables = PageTables(
             PageAllocator(num_pages),
             page_size=config.page_size,
+            host=PageAllocator(num_host_pages) if num_host_pages else None,
+            prefix_cache=config.prefix_cache,
+            poison_freed=config.debug,
+        )
+        self.scheduler = Scheduler(
+            tables,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_samples=config.max_num_samples,
-            poison_freed=config.debug,
+            preemption=config.preemption,
         )
         self._packer = Packer(
             shapes,
@@ -108,26 +174,28 @@ class Engine:
             pages_per_row=pages_per_row,
             debug=config.debug,
         )
-        self.runner = ModelRunner(
-            model,
-            params,
-            mesh=mesh,
-            dtype=config.dtype,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            pages_per_row=pages_per_row,
-            shapes=shapes,
-            attention=config.attention,
-            fail_on_compile=config.fail_on_compile,
-        )
-        self.eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
-        if len(self.eos_ids) > MAX_EOS_IDS or max(self.eos_ids, default=0) >= model.vocab_size:
-            raise ValueError(f"end tokens {sorted(self.eos_ids)}: at most {MAX_EOS_IDS}, each below {model.vocab_size}")
+        if runner is None:
+            runner = ModelRunner(
+                model,
+                params,
+                mesh=mesh,
+                dtype=config.dtype,
+                num_pages=num_pages,
+                page_size=config.page_size,
+                pages_per_row=pages_per_row,
+                shapes=shapes,
+                num_host_pages=num_host_pages,
+                attention=config.attention,
+                fail_on_compile=config.fail_on_compile,
+            )
+            runner.warm_up(progress)
+        self.runner = runner
+        self.scheduler.costs.seconds_per_page = runner.seconds_per_page
         self._requests: dict[str, list[Sequence]] = {}
         """Those with a sequence alive."""
         self._to_abort: deque[str] = deque()
         self._num_arrived = self._steps = self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
-        self.runner.warm_up(progress)
+        self._page_copies = 0
 
     @property
     def is_owned_here(self) -> bool:
@@ -137,7 +205,7 @@ class Engine:
     @property
     def capacity(self) -> str:
         """What fits in the pool, in words."""
-        num_pages, page_size = self.scheduler.allocator.num_pages, self.config.page_size
+        num_pages, page_size = self.scheduler.tables.allocator.num_pages, self.config.page_size
         num_tokens = num_pages * page_size
         longest = min(self.max_model_len, num_tokens)
         num_bytes = num_tokens * self.model.kv_bytes_per_token(jnp.dtype(self.config.dtype).itemsize)
@@ -155,7 +223,7 @@ class Engine:
         plan = self._schedule()
         if not plan:
             return []
-        with self._surviving(plan):
+        with self._surviving(plan), self._timed(plan):
             inputs = self._packer.pack(plan)
             handle = self.runner.run(inputs)
             return self._commit(plan, handle)
@@ -180,8 +248,18 @@ class Engine:
                 self.scheduler.fail(plan)
             else:
                 self.scheduler.recompute(failed=failed)
-            self._forget_finished(row.sequence.request.id for row in plan.rows)
+            self._forget_finished(list(self._requests))
             raise
+
+    @contextmanager
+    def _timed(self, plan: StepPlan) -> Iterator[None]:
+        """Learn from a step without page moves what computing a token costs: that decides how to preempt."""
+        start = self._clock()
+        yield
+        moves = plan.operations
+        if plan.num_tokens > len(plan.rows) and not (moves.swap_outs or moves.swap_ins):
+            costs, seconds = self.scheduler.costs, (self._clock() - start) / plan.num_tokens
+            costs.seconds_per_token += SMOOTHING * (seconds - costs.seconds_per_token)
 
     @property
     def has_work(self) -> bool:
@@ -198,23 +276,31 @@ class Engine:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._num_arrived += 1
         text = tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences, params.min_tokens)
-        sequences = [
-            Sequence(
-                request,
-                index=index,
-                arrival=self._num_arrived,
-                seed=seed,
-                max_tokens=max_tokens,
-                eos_ids=self.eos_ids,
-                text=text and text.sibling(),
-            )
-            for index in range(params.n)
-        ]
-        self._requests[request.id] = sequences  # before they are queued: from here on an abort finds them
-        for sequence in sequences:
-            self.scheduler.add(sequence)
+        first = Sequence(
+            request,
+            index=0,
+            arrival=self._num_arrived,
+            seed=seed,
+            max_tokens=max_tokens,
+            eos_ids=self.eos_ids,
+            text=text,
+        )
+        for _ in range(params.n - 1):
+            first.fork()
+        self._requests[request.id] = first.family  # before they are queued: from here on an abort finds them
+        self.scheduler.add(first)
         self._prompt_tokens += len(request.prompt_token_ids)
-        return sequences
+        return list(first.family)
+
+    @_owner_only
+    def fork(self, sequence: Sequence) -> Sequence:
+        """Another sequence of the same request that goes on from the last committed token of this one.
+
+        It draws with an index of its own, shares every full page while this one runs, and ends or is aborted alone.
+        """
+        if sequence not in self._requests.get(sequence.request.id, ()):
+            raise RequestError(f"sequence {sequence.request.id}/{sequence.index} is not alive in this engine")
+        return self.scheduler.fork(sequence)
 
     @_owner_only
     def check(self, request: Request) -> int:
@@ -225,11 +311,12 @@ class Engine:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
         if request.params.stop_strings and self.tokenizer is None:
             raise RequestError(f"request {request.id}: stop holds a string and there is no tokenizer; use token ids")
-        for token_id in itertools.chain(request.params.stop_token_ids, *request.params.stop_sequences):
+        params = request.params
+        for token_id in itertools.chain(params.stop_token_ids, params.logit_bias, *params.stop_sequences):
             if token_id >= self.model.vocab_size:
                 raise RequestError(
-                    f"request {request.id}: stop or stop_token_ids holds {token_id}, which is not below the "
-                    f"vocabulary's {self.model.vocab_size}"
+                    f"request {request.id}: stop, stop_token_ids or logit_bias holds {token_id}, which is not below "
+                    f"the vocabulary's {self.model.vocab_size}"
                 )
         max_tokens = self._max_new_tokens(request)
         self.scheduler.check_fits(request.id, len(request.prompt_token_ids), max_tokens)
@@ -247,7 +334,8 @@ class Engine:
         max_tokens = request.params.max_tokens
         if max_tokens is None:
             # What fits: in the model's length, and in the pool (the last token drawn needs no place there).
-            in_pool = self.runner.num_pages * self.runner.page_size + 1
+            tables = self.scheduler.tables
+            in_pool = tables.allocator.num_pages * tables.page_size + 1
             max_tokens = min(limit, in_pool) - prompt_len
             if max_tokens < max(request.params.min_tokens, 1):
                 raise RequestError(
@@ -264,9 +352,13 @@ class Engine:
         return max_tokens
 
     @_owner_only
-    def abort(self, request_id: str) -> int:
-        """End every sequence of a request now; returns how many were still alive."""
-        return sum(self.scheduler.abort(sequence) for sequence in self._requests.pop(request_id, ()))
+    def abort(self, target: str | Sequence) -> int:
+        """End a sequence, or every sequence of a request, now; returns how many were still alive."""
+        if isinstance(target, Sequence):
+            ended = int(self.scheduler.abort(target))
+            self._forget_finished([target.request.id])
+            return ended
+        return sum(self.scheduler.abort(sequence) for sequence in self._requests.pop(target, ()))
 
     def abort_soon(self, request_id: str) -> None:
         """The same before the next step; the one call that any thread may make."""
@@ -280,26 +372,68 @@ class Engine:
 
     # -- sight ---------------------------------------------------------------------------------------------------
 
+    # -- weights and pages ---------------------------------------------------------------------------------------
+
+    @_owner_only
+    def set_weights(
+        self, params: Any, version: Version, running: Literal["keep", "recompute", "abort"] = "keep"
+    ) -> list[Sequence]:
+        """Compute with other weights of the same shape from the next step on; nothing is compiled or rebuilt.
+
+        A version is the name of these weights: on every token, and in the key of every cached page. Sequences that
+        have begun keep the KV they have, have all of it computed again, or are aborted (those are returned). The
+        arrays are copied, so that a training step may go on and donate its own.
+        """
+        if running not in ("keep", "recompute", "abort"):
+            raise ValueError(f"running={running!r} must be keep, recompute or abort")
+        if isinstance(version, bool) or not isinstance(version, int | str):
+            raise ValueError(f"version={version!r} must be a number or a string")
+        if version == self.scheduler.tables.version:
+            raise ValueError(f"version={version!r} is what runs already; other weights need a name of their own")
+        self.runner.set_weights(params)
+        aborted = self.scheduler.set_version(version, running)
+        self._forget_finished(sequence.request.id for sequence in aborted)
+        return aborted
+
+    @_owner_only
+    def clear_prefix_cache(self) -> int:
+        """Forget every cached page that no sequence holds; returns how many."""
+        return self.scheduler.tables.evict(self.scheduler.tables.num_cached)
+
+    @_owner_only
+    def zero_cache(self) -> None:
+        """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
+        if self.scheduler.running:
+            raise RuntimeError(f"{len(self.scheduler.running)} sequences hold pages; abort them, or reset() first")
+        self.clear_prefix_cache()
+        self.runner.zero()
+
+    # -- sight ---------------------------------------------------------------------------------------------------
+
     @_owner_only
     def stats(self) -> EngineStats:
         """A reading of pages, sequences and programs."""
-        allocator = self.scheduler.allocator
-        refcounts = allocator.refcounts
+        scheduler, tables = self.scheduler, self.scheduler.tables
+        swapped = sum(bool(sequence.host_pages) for sequence in scheduler.waiting)
         return EngineStats(
-            num_pages=allocator.num_pages,
-            free_pages=allocator.num_free,
-            cached_pages=0,
-            held_pages=allocator.num_pages - allocator.num_free,
-            shared_pages=int(np.count_nonzero(refcounts > 1)),
-            max_refcount=int(refcounts.max()),
-            sum_refcounts=int(refcounts.sum()),
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
+            **asdict(readings(scheduler)),
+            num_pages=tables.allocator.num_pages,
+            num_host_pages=tables.host.num_pages if tables.host else 0,
+            free_host_pages=tables.host.num_free if tables.host else 0,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting - swapped,
+            swapped=swapped,
             steps=self._steps,
-            preemptions=self.scheduler.num_preemptions,
+            preemptions=scheduler.num_preemptions,
+            recomputes=scheduler.num_recomputes,
+            swaps=scheduler.num_swaps,
+            evictions=tables.prefix_cache.num_evictions if tables.prefix_cache else 0,
             prompt_tokens=self._prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
             computed_tokens=self._computed_tokens,
             generated_tokens=self._generated_tokens,
+            page_copies=self._page_copies,
+            weight_version=tables.version,
             programs=self.runner.num_programs,
             compiles_after_warmup=self.runner.num_compiles,
         )
@@ -307,17 +441,23 @@ class Engine:
     @_owner_only
     def audit(self) -> None:
         """Check every page and every sequence; raises AuditError on the first broken invariant."""
-        self.scheduler.audit()
+        audit(self.scheduler)
 
-    def _commit(self, plan: StepPlan, handle: StepHandle) -> list[TokenEvent]:
+    @_owner_only
+    def page_map(self) -> PageMap:
+        """Owner, refcount, fill, hash and tier of every page; `print` draws it."""
+        return page_map(self.scheduler)
+
+    def _commit(self, plan: StepPlan, handle: Handle) -> list[TokenEvent]:
         """Wait for a step, let the scheduler judge it, keep count."""
         events = self.scheduler.commit(plan, handle.result())
         self._steps += 1
         self._computed_tokens += plan.num_tokens
+        self._page_copies += len(plan.operations.copies)
         self._generated_tokens += sum(len(event.token_ids) for event in events)
         self._forget_finished(event.sequence.request.id for event in events if event.finish_reason)
         if self.config.debug:
-            self.scheduler.audit()
+            audit(self.scheduler)
         return events
 
     def _forget_finished(self, request_ids: Iterable[str]) -> None:

@@ -45,6 +45,8 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
+        prefix_cache: bool = True,
+        preemption: str = "auto",
         debug: bool = False,
         mesh: Mesh | None = None,
         quiet: bool = False,
@@ -58,6 +60,8 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            prefix_cache=prefix_cache,
+            preemption=preemption,
             debug=debug,
             **expert,
         )
@@ -148,14 +152,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        cache_salt: str = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt; answers come in the order of the prompts.
 
         A prompt is text or token ids; `params` is one for all or one for each. Every prompt is checked before the first
-        one runs. Ctrl-C aborts what this call started and is raised again.
+        one runs. Prefixes are found in the cache only under the same `cache_salt`. Ctrl-C aborts what this call started
+        and is raised again.
         """
-        requests = self._requests(_prompt_list(prompts), params)
+        requests = self._requests(_prompt_list(prompts), params, cache_salt)
         with self._running(requests) as groups, _bar("generating", "sequence", not progress) as bar:
             alive = sequences = [sequence for group in groups for sequence in group]
             while alive:
@@ -194,7 +200,7 @@ class LLM:
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Sequence[Prompt], params: Any) -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], params: Any, cache_salt: str = "") -> list[Request]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -203,7 +209,7 @@ class LLM:
             raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one for each")
         call = uuid.uuid4().hex[:8]
         return [
-            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one)
+            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one, cache_salt=cache_salt)
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
 
@@ -300,6 +306,7 @@ def _request_output(sequences: list[TokenSequence]) -> RequestOutput:
             text=_new_text(sequence),
             finish_reason=str(sequence.finish_reason),
             logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+            weight_versions=sequence.weight_versions,
         )
         for sequence in sequences
     ]
@@ -307,6 +314,7 @@ def _request_output(sequences: list[TokenSequence]) -> RequestOutput:
         prompt_token_ids=list(first.request.prompt_token_ids),
         outputs=outputs,
         prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs else None,
+        num_cached_tokens=first.num_cached_tokens,
     )
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.request import TokenLogprob
+from quire.request import TokenLogprob, Version
 
 
 @dataclass(slots=True)
@@ -18,6 +18,8 @@ class CompletionOutput:
     """"eos", "length", "stop" or "abort"."""
     logprobs: list[TokenLogprob] | None = None
     """One for each of `token_ids`, when asked for."""
+    weight_versions: list[Version] = field(default_factory=list)
+    """For each of `token_ids`, the weights it was drawn under."""
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     """One for each prompt token, None for the first, when asked for."""
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache."""
 
 
 @dataclass(slots=True)

@@ -11,8 +11,9 @@ The newest token has no KV yet: that is written by the step that computes the to
 """
 
 from array import array
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from quire.core.errors import StateError
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
+MAX_LOGIT_BIASES = 300
 MAX_SAMPLES_PER_REQUEST = 1024
 MAX_STOPS = 64
 MAX_STOP_LEN = 4096
@@ -46,11 +48,11 @@ class SequenceState(StrEnum):
     FINISHED = "finished"
 
 
-# The seeds' table, and an abort may end a sequence anywhere.
+# The seeds' table; besides, an abort may end a sequence anywhere, and a swapped one may lose its host pages.
 TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
     SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
-    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
 
@@ -81,14 +83,25 @@ class SamplingParams:
     """Token ids that end a sequence, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on after the model's end tokens."""
+    repetition_penalty: float = 1.0
+    """Divide the logits of tokens in the prompt or the output by this where positive, multiply where negative."""
+    presence_penalty: float = 0.0
+    """Take this off the logits of tokens that are in the output."""
+    frequency_penalty: float = 0.0
+    """Take this off the logits of tokens in the output, once for each time they are there."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id -> what is added to its logit, after the penalties."""
     logprobs: int | None = None
-    """Report each token's log-probability under the model itself (temperature 1, nothing cut off), and this many
-    most likely alternatives."""
+    """Report each token's log-probability, and this many most likely alternatives: under the model itself
+    (temperature 1, nothing cut off) and, apart, under what it was drawn from (see `TokenLogprob`)."""
     prompt_logprobs: bool = False
     """Report the log-probability of each prompt token given those before it."""
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs"):
+        for name in (
+            "temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs",
+            "repetition_penalty", "presence_penalty", "frequency_penalty",
+        ):  # fmt: skip
             value = getattr(self, name)
             if hasattr(value, "item"):  # a number of numpy's or jax's
                 object.__setattr__(self, name, value.item())
@@ -98,6 +111,10 @@ class SamplingParams:
         check_whole("top_k", self.top_k, 0, MAX_TOKEN_ID)
         _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
         _real("min_p", self.min_p, 0.0, 1.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 1e4, low_excluded=True)
+        _real("presence_penalty", self.presence_penalty, -1e4, 1e4)
+        _real("frequency_penalty", self.frequency_penalty, -1e4, 1e4)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.seed is not None:
             check_whole("seed", self.seed, 0, (1 << 64) - 1)
         check_whole("n", self.n, 1, MAX_SAMPLES_PER_REQUEST)
@@ -124,6 +141,11 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property
+    def has_penalty(self) -> bool:
+        """Whether the next token depends on which tokens came before, beyond what the model makes of them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stops that are text."""
         return tuple(stop for stop in self.stop if isinstance(stop, str))
@@ -143,14 +165,28 @@ class Request:
     params: SamplingParams
     priority: int = 0
     """Higher runs first; the same priority runs in order of arrival."""
+    cache_salt: str = ""
+    """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
+
+
+Version = int | str
+"""What a set of weights is called. One name, one set of weights: pages of a version are reused under its name."""
 
 
 class TokenLogprob(NamedTuple):
-    """A token, its log-probability under the model, and the most likely alternatives, likeliest first."""
+    """A token and its log-probability, raw and processed; alternatives likeliest first.
+
+    Raw is under the model itself, what a trainer computes. Processed is under what the token was drawn from: after
+    penalties, bias, temperature and cuts (0 for a greedy token, whose choice was certain). Scored prompt tokens were
+    not drawn and have raw ones only.
+    """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    processed_logprob: float | None = None
+    processed_top: tuple[tuple[int, float], ...] = ()
+    """Only tokens that could have been drawn."""
 
 
 class TokenEvent(NamedTuple):
@@ -168,14 +204,19 @@ class StopWatch(Protocol):
         """Read on in the output, which begins at `start`, and say whether a stop string is complete."""
         ...
 
+    def sibling(self) -> "StopWatch":
+        """A fresh one for another sequence of the same request."""
+        ...
+
 
 class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "eos_ids", "finish_reason", "has_stop_strings", "index", "logprobs", "max_tokens", "num_computed",
-        "num_failures", "num_stop_tokens", "pages", "params", "preemptions", "priority", "prompt_len",
-        "prompt_logprobs", "request", "seed", "state", "text", "tokens",
+        "arrival", "eos_ids", "family", "finish_reason", "has_stop_strings", "hash_root", "host_pages", "index",
+        "kv_version", "logprobs", "max_tokens", "num_cached_tokens", "num_computed", "num_failures", "num_inherited",
+        "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent", "preemptions", "priority",
+        "prompt_len", "prompt_logprobs", "request", "seed", "state", "text", "tokens", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -191,7 +232,13 @@ class Sequence:
     ) -> None:
         self.request = request
         self.index = index
-        """Which of the request's `n` sequences this is."""
+        """Which of the request's sequences this is; draws differ by it."""
+        self.family: list[Sequence] = [self]
+        """Every sequence of the request, itself included; the same list for all of them."""
+        self.parent: Sequence | None = None
+        """Whom it was forked from."""
+        self.num_inherited = 0
+        """Tokens it has in common with its parent."""
         self.arrival = arrival
         self.seed = seed
         self.max_tokens = max_tokens
@@ -205,18 +252,51 @@ class Sequence:
         self.tokens = list(request.prompt_token_ids)
         self.pages = array("i")
         """The page table: position p lives in page `pages[p // page_size]`."""
+        self.host_pages = array("i")
+        """While swapped: where the same pages are in host memory."""
         self.num_computed = 0
         """Positions whose KV is in the pages."""
+        self.num_published = 0
+        """Pages at the front of the table that the prefix cache knows as these."""
+        self.num_cached_tokens = 0
+        """Positions found in the prefix cache when it first started, instead of computed."""
+        self.hash_root: bytes = b""
+        self.page_hashes: list[bytes] = []
+        """Of its full pages, as far as anybody has asked; valid under `hash_root`."""
+        self.kv_version: Version | None = None
+        """The weights that computed its KV; None if there is none, or if it comes from two versions."""
+        self.weight_versions: list[Version] = []
+        """For each output token, the weights it was drawn under."""
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_stop_tokens = 0
         """Output tokens at the end that are the stop itself and carry no text."""
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = [None]
-        """One entry for each prompt token scored so far; the first token has nothing before it."""
+        """One entry for each prompt token scored so far (the first has nothing before it); shared by the family."""
         self.preemptions = 0
         self.num_failures = 0
         """Steps that failed on the device with this sequence in them."""
+
+    def fork(self) -> "Sequence":
+        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        child = Sequence(
+            self.request,
+            index=len(self.family),
+            arrival=self.arrival,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            eos_ids=self.eos_ids,
+            text=self.text and self.text.sibling(),
+        )
+        child.family = self.family
+        child.family.append(child)
+        child.parent, child.num_inherited = self, len(self.tokens)
+        child.tokens = self.tokens.copy()
+        child.logprobs = self.logprobs.copy()
+        child.weight_versions = self.weight_versions.copy()
+        child.prompt_logprobs = self.prompt_logprobs
+        return child
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -273,6 +353,17 @@ class Sequence:
                 self.num_stop_tokens = len(stop)
                 return True
         return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
+
+
+def _biases(biases: Any) -> dict[int, float]:
+    if not isinstance(biases, Mapping):
+        raise ValueError(f"logit_bias={biases!r} must map token ids to numbers")
+    if len(biases) > MAX_LOGIT_BIASES:
+        raise ValueError(f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed")
+    for token_id, bias in biases.items():
+        check_whole("logit_bias", token_id, 0, MAX_TOKEN_ID)
+        _real(f"logit_bias[{token_id}]", bias, -1e4, 1e4)
+    return dict(biases)
 
 
 def _real(name: str, value: Any, low: float, high: float, *, low_excluded: bool = False) -> None:

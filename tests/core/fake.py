@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from quire.core.audit import audit
+from quire.core.page_tables import PageTables
 from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
 from quire.core.scheduler import Scheduler
@@ -19,6 +21,9 @@ class Result:
     logprobs_SR: np.ndarray
     top_ids_SRX: np.ndarray
     top_logprobs_SRX: np.ndarray
+    processed_logprobs_SR: np.ndarray
+    processed_top_ids_SRX: np.ndarray
+    processed_top_logprobs_SRX: np.ndarray
 
 
 def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> Result:
@@ -28,18 +33,31 @@ def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> R
         for s in plan.samples
     ]
     tokens = np.array(ids, np.int32).reshape(-1, 1)
-    return Result(
-        tokens,
-        -np.ones(tokens.shape, np.float32),
-        np.zeros((*tokens.shape, 20), np.int32),
-        np.zeros((*tokens.shape, 20), np.float32),
-    )
+    logprobs, top_ids = -np.ones(tokens.shape, np.float32), np.zeros((*tokens.shape, 20), np.int32)
+    top = np.zeros((*tokens.shape, 20), np.float32)
+    return Result(tokens, logprobs, top_ids, top, logprobs, top_ids, top)
 
 
-def scheduler(num_pages: int = 64, page_size: int = 4, rows: int = 8, budget: int = 16, **more) -> Scheduler:
-    return Scheduler(
-        PageAllocator(num_pages), page_size=page_size, max_num_seqs=rows, max_num_batched_tokens=budget, **more
+def scheduler(
+    num_pages: int = 64,
+    page_size: int = 4,
+    rows: int = 8,
+    budget: int = 16,
+    *,
+    prefix_cache: bool = False,
+    num_host_pages: int = 0,
+    poison_freed: bool = False,
+    **more,
+) -> Scheduler:
+    """One without a prefix cache and without host memory, unless a test asks for them."""
+    tables = PageTables(
+        PageAllocator(num_pages),
+        page_size=page_size,
+        host=PageAllocator(num_host_pages) if num_host_pages else None,
+        prefix_cache=prefix_cache,
+        poison_freed=poison_freed,
     )
+    return Scheduler(tables, max_num_seqs=rows, max_num_batched_tokens=budget, **more)
 
 
 class Arrivals:
@@ -67,7 +85,7 @@ def run(s: Scheduler, steps: int = 10_000, token: Callable[[Sequence, int], int]
     while (s.running or s.waiting) and len(history) < steps:
         plan = s.schedule()
         assert plan, "work is left and nothing was planned"
-        s.audit()
+        audit(s)
         history.append(s.commit(plan, result(plan, token)))
-        s.audit()
+        audit(s)
     return history

@@ -12,7 +12,7 @@ W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED
 
 
 def test_the_transition_table_is_the_seeds_and_abort_from_anywhere():
-    assert {W: {R, F}, R: {W, S, F}, S: {R, F}, F: set()} == TRANSITIONS
+    assert {W: {R, F}, R: {W, S, F}, S: {R, W, F}, F: set()} == TRANSITIONS
 
 
 @pytest.mark.parametrize("start", list(SequenceState))

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.core.audit import audit
 from quire.core.errors import RequestError
 from quire.request import FinishReason, SequenceState
 from tests.core.fake import Arrivals, result, run, scheduler
@@ -92,11 +93,11 @@ def test_pages_are_back_before_the_next_schedule_whatever_the_reason(arrive):
     plan = s.schedule()
     s.commit(plan, result(plan, lambda sequence, _: tokens[sequence]))
     assert [x.finish_reason for x in tokens] == [FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP, None]
-    assert s.allocator.num_free == 7
+    assert s.tables.allocator.num_free == 7
     s.abort(by_abort)
     assert by_abort.finish_reason is FinishReason.ABORT
-    assert s.allocator.num_free == 8
-    s.audit()
+    assert s.tables.allocator.num_free == 8
+    audit(s)
 
 
 def test_abort_in_flight_gives_pages_back_and_its_token_is_dropped(arrive):
@@ -110,7 +111,7 @@ def test_abort_in_flight_gives_pages_back_and_its_token_is_dropped(arrive):
     assert [event.sequence for event in events] == [stays]
     assert gone.num_output == 0
     assert len(gone.pages) == 0
-    s.audit()
+    audit(s)
 
 
 def test_abort_while_waiting_leaves_the_queue_and_a_second_abort_says_no(arrive):
@@ -161,7 +162,7 @@ def test_when_the_pool_is_full_the_last_in_order_is_recomputed(arrive):
     assert young.preemptions > 0
     assert old.num_output == 12
     assert young.num_output == 9
-    assert s.allocator.num_free == 5
+    assert s.tables.allocator.num_free == 5
     assert len(history) < 60, "no thrashing: a preempted sequence comes back when there is room for it"
 
 
@@ -206,7 +207,7 @@ def test_room_made_for_a_priority_is_room_enough(arrive):
     plan = s.schedule()
     assert high in [row.sequence for row in plan.rows]
     assert [x.state for x in lows] == [SequenceState.RUNNING] * 2 + [SequenceState.WAITING] * 2
-    s.audit()
+    audit(s)
 
 
 def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway(arrive):
@@ -314,7 +315,7 @@ def test_reset_ends_everything_and_the_engine_goes_on(arrive):
     s.commit(plan := s.schedule(), result(plan))
     assert s.reset() == 5
     assert {x.finish_reason for x in sequences} == {FinishReason.ABORT}
-    assert s.allocator.num_free == s.allocator.num_pages
+    assert s.tables.allocator.num_free == s.tables.allocator.num_pages
     again = arrive(5)
     s.add(again)
     run(s)
@@ -369,7 +370,7 @@ def test_any_history_keeps_every_page_and_ends(seed, history):
 
     def step(abort_in_flight: bool = False) -> None:
         plan = s.schedule()
-        s.audit()
+        audit(s)
         if not plan:
             assert not s.running
             assert not s.waiting
@@ -379,7 +380,7 @@ def test_any_history_keeps_every_page_and_ends(seed, history):
         assert len(plan.rows) <= s.max_num_seqs
         if abort_in_flight:
             s.abort(plan.rows[int(rng.integers(len(plan.rows)))].sequence)
-            s.audit()
+            audit(s)
         s.commit(plan, result(plan, lambda *_: int(rng.integers(0, 30))))
 
     for action in history:
@@ -397,13 +398,13 @@ def test_any_history_keeps_every_page_and_ends(seed, history):
             s.reset()
         else:
             step(action == "abort in flight")
-        s.audit()
+        audit(s)
     for _ in range(3000):
         if not (s.running or s.waiting):
             break
         step()
     assert all(sequence.finish_reason for sequence in sequences)
-    assert s.allocator.num_free == num_pages
+    assert s.tables.allocator.num_free == num_pages
     for sequence in sequences:
         if sequence.params.prompt_logprobs and sequence.finish_reason is not FinishReason.ABORT:
             assert len(sequence.prompt_logprobs) == sequence.prompt_len

@@ -1,4 +1,4 @@
-"""Whole pages are copied and poisoned along the axis the backend declares, and nothing else is touched."""
+"""Whole pages are copied, poisoned and moved along the axis the backend declares, and nothing else is touched."""
 
 import jax
 import jax.numpy as jnp
@@ -7,30 +7,61 @@ import pytest
 
 from quire.device import kv_cache
 from quire.device.attention import get_backend
+from quire.device.inputs import INVALID
 from quire.device.mesh import make_mesh
 from tests.tiny import tiny_config
 
 NUM_PAGES = 6
 
 
-@pytest.mark.parametrize("name", ["xla", "reference"])
-@pytest.mark.parametrize("num_devices", [1, 2])
-def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, num_devices):
+Content = list[np.ndarray]
+
+
+def filled(name: str, num_devices: int) -> tuple[kv_cache.KVCache, Content]:
+    """A cache of random numbers, and what is in it page by page."""
     backend, mesh = get_backend(name), make_mesh(jax.devices()[:num_devices])
     cache = kv_cache.create(
         backend, tiny_config(), num_pages=NUM_PAGES, page_size=4, dtype=jnp.dtype("float32"), mesh=mesh
     )
     rng = np.random.default_rng(0)
-    before = [rng.standard_normal(array.shape).astype(np.float32) for array in jax.tree.leaves(cache)]
-    filled = [jax.device_put(x, y.sharding) for x, y in zip(before, jax.tree.leaves(cache), strict=True)]
-    cache = jax.tree.unflatten(jax.tree.structure(cache), filled)
+    leaves = [
+        jax.device_put((1e6 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), leaf.sharding)
+        for leaf in jax.tree.leaves(cache)
+    ]
+    cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
+    return cache, by_page(cache)
 
+
+def by_page(cache: kv_cache.KVCache) -> Content:
+    layers = [np.moveaxis(np.array(leaf), cache.page_axis, 0) for leaf in jax.tree.leaves(cache.layers)]
+    return [*layers, np.array(cache.tokens_MZ)]
+
+
+both_backends = pytest.mark.parametrize("name", ["xla", "reference"])
+one_and_two_devices = pytest.mark.parametrize("num_devices", [1, 2])
+
+
+@both_backends
+@one_and_two_devices
+def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, num_devices):
+    cache, before = filled(name, num_devices)
     cache = kv_cache.copy_pages(cache, np.array([1, 4, 2], np.int32), np.array([3, 0, NUM_PAGES], np.int32))
     cache = kv_cache.poison_pages(cache, np.array([5, NUM_PAGES], np.int32))
-
-    axis = backend.axes.index("pages")
-    for old, new in zip(before, jax.tree.leaves(cache), strict=True):
-        old, new = np.moveaxis(old, axis, 0), np.moveaxis(np.asarray(new), axis, 0)
+    for old, new in zip(before, by_page(cache), strict=True):
         np.testing.assert_array_equal(new[[3, 0]], old[[1, 4]])
         np.testing.assert_array_equal(new[[1, 2, 4]], old[[1, 2, 4]])
-        assert np.isnan(new[5]).all()
+        assert np.isnan(new[5]).all() if new.dtype == np.float32 else (new[5] == INVALID).all()
+
+
+@both_backends
+@one_and_two_devices
+def test_pages_go_to_host_memory_and_come_back_elsewhere(name, num_devices):
+    cache, before = filled(name, num_devices)
+    host = kv_cache.HostPages(cache, 3)
+    pages = np.array([4, 1, 0], np.int32)  # of which two are wanted
+    host.store(np.array([2, 0]), kv_cache.read_pages(cache, pages))
+    cache = kv_cache.poison_pages(cache, np.array([4, 1], np.int32))
+    cache = kv_cache.write_pages(cache, np.array([5, 3, NUM_PAGES], np.int32), host.load(np.array([0, 2, 2])))
+    for old, new in zip(before, by_page(cache), strict=True):
+        np.testing.assert_array_equal(new[[5, 3]], old[[1, 4]])
+        np.testing.assert_array_equal(new[[0, 2]], old[[0, 2]])

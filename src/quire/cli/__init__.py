@@ -92,9 +92,9 @@ def _engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
         flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if field.type is bool:
-            group.add_argument(flag, action="store_true", default=default, help=text)
+            switch = "store_true" if default is False else argparse.BooleanOptionalAction
+            group.add_argument(flag, action=switch, default=default, help=text)
         else:
-            kind = _plain(field.type)
             kind = _plain(field.type)
             shown = text if default is None else f"{text} ({default})"
             group.add_argument(flag, type=kind, default=default, metavar="N" if kind is int else "NAME", help=shown)

@@ -34,6 +34,10 @@ class PageAllocator:
         view.flags.writeable = False
         return view
 
+    def refcount(self, page: int) -> int:
+        """How many holders one page has."""
+        return self._refcounts[page]
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` free pages, each held once by the caller."""
         free = self._free

@@ -27,6 +27,8 @@ class Sample(NamedTuple):
     """Draw the token at `position` from the logits of one packed token."""
 
     sequence: Sequence
+    row: int
+    """Which row of the step that token is in: the history that penalties look at."""
     packed_index: int
     """Which token of the step, counted over all rows in order."""
     position: int
@@ -38,8 +40,12 @@ class Sample(NamedTuple):
 class PageOperations:
     """Whole pages to touch before anything is written, in this order."""
 
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
+    """(page, host page)."""
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(from, to)."""
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
+    """(host page, page)."""
     poisons: list[int] = field(default_factory=list)
     """Pages nobody holds, to fill with NaN so that any stray read is loud."""
 
@@ -67,7 +73,7 @@ class StepResult(Protocol):
 
     @property
     def logprobs_SR(self) -> np.ndarray:
-        """Their log-probabilities under the model; only valid where the request asked."""
+        """Their raw log-probabilities; only valid where the request asked, as all that follows."""
         ...
 
     @property
@@ -78,4 +84,19 @@ class StepResult(Protocol):
     @property
     def top_logprobs_SRX(self) -> np.ndarray:
         """Their log-probabilities."""
+        ...
+
+    @property
+    def processed_logprobs_SR(self) -> np.ndarray:
+        """The tokens' log-probabilities under what they were drawn from."""
+        ...
+
+    @property
+    def processed_top_ids_SRX(self) -> np.ndarray:
+        """The likeliest tokens of that."""
+        ...
+
+    @property
+    def processed_top_logprobs_SRX(self) -> np.ndarray:
+        """Their log-probabilities; -inf for a token that could not be drawn."""
         ...

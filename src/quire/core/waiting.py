@@ -1,8 +1,10 @@
-"""The sequences that wait for a row, in the order they will get one."""
+"""The sequences without a row, waiting or swapped, in the order they will get one."""
 
 import heapq
 
 from quire.request import Sequence, SequenceState
+
+LIVE = (SequenceState.WAITING, SequenceState.SWAPPED)
 
 
 class WaitingQueue:
@@ -21,17 +23,17 @@ class WaitingQueue:
 
     def __iter__(self):
         """Those that wait, in no particular order."""
-        return (sequence for _, sequence in self._heap if sequence.state is SequenceState.WAITING)
+        return (sequence for _, sequence in self._heap if sequence.state in LIVE)
 
     def push(self, sequence: Sequence) -> None:
-        """Add a sequence whose state is waiting."""
+        """Add a sequence that is waiting or swapped."""
         heapq.heappush(self._heap, (sequence.order, sequence))
         self._num_live += 1
 
     def peek(self) -> Sequence | None:
         """The next in order, left where it is."""
         heap = self._heap
-        while heap and heap[0][1].state is not SequenceState.WAITING:
+        while heap and heap[0][1].state not in LIVE:
             heapq.heappop(heap)
         return heap[0][1] if heap else None
 
@@ -45,10 +47,10 @@ class WaitingQueue:
         return sequence
 
     def discard(self, sequence: Sequence) -> None:
-        """Forget a sequence that has just left the waiting state by itself (an abort)."""
-        if sequence.state is SequenceState.WAITING:
+        """Forget a sequence that has just ended where it was (an abort)."""
+        if sequence.state in LIVE:
             raise ValueError(f"sequence {sequence.request.id} still waits: pop it, or finish it first")
         self._num_live -= 1
         if len(self._heap) > 2 * self._num_live + 16:
-            self._heap = [entry for entry in self._heap if entry[1].state is SequenceState.WAITING]
+            self._heap = [entry for entry in self._heap if entry[1].state in LIVE]
             heapq.heapify(self._heap)

@@ -14,8 +14,8 @@ import numpy as np
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
 
-MAX_BIASES = 80
-"""Token ids whose logit one sample may change: up to 64 stop ids and the model's end tokens."""
+MAX_BIASES = 384
+"""Token ids whose logit one sample may change: 300 biases, up to 64 stop ids and the model's end tokens."""
 NUM_TOP_LOGPROBS = 20
 """Alternatives reported beside a token, at most."""
 
@@ -59,6 +59,10 @@ class SampleInputs:
 
     packed_index_S: Any
     """The token whose logits are drawn from."""
+    row_S: Any
+    """The row that token is in."""
+    prompt_len_S: Any
+    """Where the output begins; penalties tell it from the prompt."""
     temperature_S: Any
     """0 for the most likely token."""
     top_k_S: Any
@@ -73,6 +77,10 @@ class SampleInputs:
     """The position of the token drawn."""
     target_S: Any
     """The token to score instead of drawing one, or INVALID."""
+    repetition_S: Any
+    """Penalties; 1, 0 and 0 for none."""
+    presence_S: Any
+    frequency_S: Any
     bias_ids_SE: Any
     """Token ids whose logit is changed, or INVALID."""
     bias_SE: Any
@@ -85,11 +93,16 @@ class SampleInputs:
 
 @dataclass(frozen=True)
 class PageCommands:
-    """Whole pages to touch before a step's writes: copies first, then poison."""
+    """Whole pages to touch before a step's writes, in this order."""
 
-    copy_from: np.ndarray
-    copy_to: np.ndarray
+    swap_out: np.ndarray
+    """`[n, 2]`: page, host page."""
+    copy: np.ndarray
+    """`[n, 2]`: from, to."""
+    swap_in: np.ndarray
+    """`[n, 2]`: host page, page."""
     poison: np.ndarray
+    """`[n]`."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,11 @@ class StepOutput:
 
     tokens_SR: Any
     logprobs_SR: Any
-    """Log-probability of the token under the model, before temperature and cuts; 0 where nobody asked."""
+    """Raw log-probability of the token, before everything else; 0 where nobody asked, as in all that follows."""
     top_ids_SRX: Any
     top_logprobs_SRX: Any
+    processed_logprobs_SR: Any
+    """Log-probability of the token under what it was drawn from."""
+    processed_top_ids_SRX: Any
+    processed_top_logprobs_SRX: Any
+    """-inf for a token that could not be drawn."""

@@ -45,14 +45,15 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
     return NamedSharding(mesh, partition(*axes))
 
 
-def place(mesh: Mesh, array: np.ndarray | jax.Array, *axes: str | None) -> jax.Array:
+def place(mesh: Mesh, array: np.ndarray | jax.Array, *axes: str | None, copy: bool = False) -> jax.Array:
     """Put an array on the mesh. A split axis must divide evenly, or the error names it; a vocabulary that does not is
-    kept whole on every device.
+    kept whole on every device. Shares memory with an array that is there already, unless a copy is asked for.
     """
+    may_alias = None if not copy else False
     size = mesh.shape[MODEL_AXIS]
     for axis, length in zip(axes, array.shape, strict=True):
         if axis == "vocab" and length % size:
-            return jax.device_put(array, sharding(mesh))
+            return jax.device_put(array, sharding(mesh), may_alias=may_alias)
         if RULES.get(axis) and length % size:
             raise ValueError(f"axis {axis!r} of length {length} cannot be split over {size} devices; use fewer devices")
-    return jax.device_put(array, sharding(mesh, *axes))
+    return jax.device_put(array, sharding(mesh, *axes), may_alias=may_alias)

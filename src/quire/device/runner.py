@@ -6,9 +6,11 @@ in place. What compiles afterwards inside a run is counted, and is an error when
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +20,23 @@ from jax.sharding import Mesh, NamedSharding
 from quire.config import ModelConfig
 from quire.device import kv_cache
 from quire.device.attention import get_backend
-from quire.device.inputs import MAX_BIASES, BatchLayout, SampleInputs, StepInputs, StepOutput, StepShape
+from quire.device.inputs import (
+    MAX_BIASES,
+    BatchLayout,
+    PageCommands,
+    SampleInputs,
+    StepInputs,
+    StepOutput,
+    StepShape,
+)
 from quire.device.mesh import sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params, Parts, decoder, unembed
+from quire.device.models.weights import place_params
 from quire.device.sampler import sample
 
 PAGE_COMMAND_WIDTH = 64
-"""Pages that one copy or poison call handles; more take several calls of the same program."""
+"""Pages that one call of a page program handles; more take several calls of the same program."""
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles = threading.local()
@@ -60,6 +71,7 @@ class ModelRunner:
         page_size: int,
         pages_per_row: int,
         shapes: Sequence[StepShape],
+        num_host_pages: int = 0,
         attention: str = "xla",
         fail_on_compile: bool = False,
     ) -> None:
@@ -71,21 +83,28 @@ class ModelRunner:
         self.shapes = tuple(shapes)
         self.num_compiles = 0
         """Programs compiled inside `run` since warm-up."""
+        self.seconds_per_page = 0.0
+        """To move one page to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
         self._params = params
         self._parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
         self._dtype = jnp.dtype(dtype)
         self._cache = self._create_cache()
+        self._host = kv_cache.HostPages(self._cache, num_host_pages) if num_host_pages else None
         self._programs: dict[StepShape, Callable] = {}
 
     @property
     def num_programs(self) -> int:
-        """Compiled programs: one for each step shape, and those that copy and poison pages."""
-        return len(self._programs) + 2
+        """Compiled programs: one for each step shape, and those that copy, poison and move pages."""
+        return len(self._programs) + self._num_page_programs
+
+    @property
+    def _num_page_programs(self) -> int:
+        return 4 if self._host else 2
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile everything that will ever run. `progress(done, total, what)` is called after each program."""
-        total = len(self.shapes) + 2
+        total = len(self.shapes) + self._num_page_programs
         done = 0
 
         def step(what: str, count: int = 1) -> None:
@@ -106,19 +125,54 @@ class ModelRunner:
         nothing = np.full(PAGE_COMMAND_WIDTH, self.num_pages, np.int32)
         self._cache = kv_cache.copy_pages(self._cache, nothing, nothing)
         self._cache = kv_cache.poison_pages(self._cache, nothing)
+        if self._host:
+            for _ in range(2):  # the first time it compiles
+                start = time.perf_counter()
+                self._swap_out(nothing, np.arange(PAGE_COMMAND_WIDTH) % self._host.num_pages)
+                self._cache = kv_cache.write_pages(self._cache, nothing, self._host.load(nothing * 0))
+                jax.block_until_ready(self._cache)
+                self.seconds_per_page = (time.perf_counter() - start) / (2 * PAGE_COMMAND_WIDTH)
         jax.block_until_ready(self._cache)
-        step("copy and poison pages", 2)
+        step("copy, poison and move pages", self._num_page_programs)
 
     def run(self, inputs: StepInputs) -> StepHandle:
         """Dispatch one step: its page commands, then the forward and the sampler. Returns without waiting."""
         with self._count_compiles():
-            for source, target in _batches(self.num_pages, inputs.pages.copy_from, inputs.pages.copy_to):
-                self._cache = kv_cache.copy_pages(self._cache, source, target)
-            for (pages,) in _batches(self.num_pages, inputs.pages.poison):
-                self._cache = kv_cache.poison_pages(self._cache, pages)
+            self._run_page_commands(inputs.pages)
             program = self._programs[inputs.shape]
             self._cache, output = program(self._params, self._cache, inputs.tokens_T, inputs.layout, inputs.samples)
         return StepHandle(output)
+
+    def _run_page_commands(self, commands: PageCommands) -> None:
+        outside = self.num_pages
+        for count, pages, host_pages in _batches(commands.swap_out, padding=(0, 0)):
+            self._swap_out(pages, host_pages[:count])
+        for _, source, target in _batches(commands.copy, padding=(0, outside)):
+            self._cache = kv_cache.copy_pages(self._cache, source, target)
+        for _, host_pages, pages in _batches(commands.swap_in, padding=(0, outside)):
+            self._cache = kv_cache.write_pages(self._cache, pages, self._host_pages.load(host_pages))
+        for _, pages in _batches(commands.poison[:, None], padding=(outside,)):
+            self._cache = kv_cache.poison_pages(self._cache, pages)
+
+    def _swap_out(self, pages: np.ndarray, host_pages: np.ndarray) -> None:
+        self._host_pages.store(host_pages, kv_cache.read_pages(self._cache, pages))
+
+    @property
+    def _host_pages(self) -> kv_cache.HostPages:
+        if self._host is None:
+            raise ValueError("a step moves pages to or from host memory and num_host_pages=0")
+        return self._host
+
+    # -- the named commands --------------------------------------------------------------------------------------
+
+    def set_weights(self, params: Params) -> None:
+        """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's."""
+        self._params = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype), copy=True)
+
+    def zero(self) -> None:
+        """Clear every page on the device."""
+        del self._cache  # before there is another
+        self._cache = self._create_cache()
 
     def recover(self) -> bool:
         """After a failed step: True if the cache survived it, else a new one has been made and every page is lost."""
@@ -145,12 +199,12 @@ class ModelRunner:
 
         def step(params, cache, tokens_T, layout, samples):
             hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
-            output = sample(unembed(params, hidden_TD[samples.packed_index_S]), samples)
-            return cache, output
+            logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
+            return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP)
 
         whole = sharding(self.mesh)
         tokens_T, layout, samples = abstract_inputs(shape, self.pages_per_row, whole)
-        program = jax.jit(step, donate_argnums=1, out_shardings=(sharding(self.mesh, *parts.backend.axes), whole))
+        program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(parts.backend, self.mesh), whole))
         return program.trace(self._params, self._cache, tokens_T, layout, samples)
 
     @contextmanager
@@ -182,6 +236,8 @@ def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding)
     )
     sample_inputs = SampleInputs(
         packed_index_S=array(np.int32, samples),
+        row_S=array(np.int32, samples),
+        prompt_len_S=array(np.int32, samples),
         temperature_S=array(np.float32, samples),
         top_k_S=array(np.int32, samples),
         top_p_S=array(np.float32, samples),
@@ -190,6 +246,9 @@ def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding)
         index_S=array(np.int32, samples),
         position_S=array(np.int32, samples),
         target_S=array(np.int32, samples),
+        repetition_S=array(np.float32, samples),
+        presence_S=array(np.float32, samples),
+        frequency_S=array(np.float32, samples),
         bias_ids_SE=array(np.int32, samples, MAX_BIASES),
         bias_SE=array(np.float32, samples, MAX_BIASES),
         want_logprobs=array(np.bool_),
@@ -198,12 +257,13 @@ def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding)
     return array(np.int32, tokens), layout, sample_inputs
 
 
-def _batches(num_pages: int, *columns: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Cut columns of page ids into pieces of the programs' width; padding lies outside the pool."""
-    for start in range(0, len(columns[0]), PAGE_COMMAND_WIDTH):
-        pieces = [column[start : start + PAGE_COMMAND_WIDTH] for column in columns]
-        missing = PAGE_COMMAND_WIDTH - len(pieces[0])
-        yield tuple(np.pad(piece, (0, missing), constant_values=num_pages) for piece in pieces)
+def _batches(commands: np.ndarray, padding: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Cut `[n, columns]` into pieces of the page programs' width: how many commands, and each padded column."""
+    for start in range(0, len(commands), PAGE_COMMAND_WIDTH):
+        rows = commands[start : start + PAGE_COMMAND_WIDTH]
+        piece = np.full((PAGE_COMMAND_WIDTH, len(padding)), padding, np.int32)
+        piece[: len(rows)] = rows
+        yield len(rows), *(np.ascontiguousarray(column) for column in piece.T)
 
 
 def _on_event(event: str, duration_secs: float, **_: object) -> None:

@@ -8,14 +8,17 @@ cumulative distribution, which costs one pass over the vocabulary.
     cut by top-k or top-p       in order of likelihood, over the PREFIX most likely tokens; a row whose cut lies beyond
                                 them takes a full sort, in the rare step that has such a row
 
-The order of the cuts is top-k, then top-p of what is left, then min-p. What no sample of the step needs is skipped at
-run time (`lax.cond`), so that one program serves every mix of requests.
+Penalties come first, then the bias, then temperature, top-k, top-p of what is left, min-p. Which tokens a row has seen
+is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at run
+time (`lax.cond`), so that one program serves every mix of requests.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
 
@@ -25,37 +28,93 @@ COLDEST = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
 
 
-def sample(logits_SV: Float[Array, "S V"], inputs: SampleInputs) -> StepOutput:
+class Drawn(NamedTuple):
+    """What each token was drawn from. A token of logit x had the weight w = exp((x - peak) * cooling) there, and the
+    probability w / mass, or none if w is below the floor.
+    """
+
+    tokens_S: jax.Array
+    peak_S: jax.Array
+    cooling_S: jax.Array
+    floor_S: jax.Array
+    mass_S: jax.Array
+
+
+def sample(
+    logits_SV: Float[Array, "S V"],
+    inputs: SampleInputs,
+    tokens_MZ: Int[Array, "M Z"],
+    page_table_BP: Int[Array, "B P"],
+) -> StepOutput:
     """Draw or score one token for each sample; one round."""
-    biased_SV = lax.cond(jnp.any(inputs.bias_ids_SE != INVALID), _add_bias, lambda x, *_: x, logits_SV, inputs)
+    is_penalised = jnp.any((inputs.repetition_S != 1) | (inputs.presence_S != 0) | (inputs.frequency_S != 0))
+    is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
+    processed_SV = lax.cond(is_penalised, _penalise, lambda x, *_: x, logits_SV, inputs, tokens_MZ, page_table_BP)
+    processed_SV = lax.cond(is_biased, _add_bias, lambda x, *_: x, processed_SV, inputs)
     scored_S = inputs.target_S != INVALID
     random_S = (inputs.temperature_S > 0) & ~scored_S
-    tokens_S = lax.cond(jnp.any(random_S), _draw, lambda x, *_: _argmax(x), biased_SV, inputs)
-    tokens_S = jnp.where(scored_S, inputs.target_S, tokens_S)
+    drawn = lax.cond(jnp.any(random_S), _draw, _take_likeliest, processed_SV, inputs)
+    tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
+
+    def at_token(x_SV: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
 
     def logprobs():
         total_S = jax.nn.logsumexp(logits_SV, axis=-1)
-        return jnp.take_along_axis(logits_SV, tokens_S[:, None], axis=-1)[:, 0] - total_S, total_S
+        processed_S = (at_token(processed_SV) - drawn.peak_S) * drawn.cooling_S - jnp.log(drawn.mass_S)
+        return at_token(logits_SV) - total_S, processed_S, total_S
 
     num_samples = logits_SV.shape[0]
     zeros_S = jnp.zeros(num_samples, jnp.float32)
-    logprobs_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S, zeros_S))
+    logprobs_S, processed_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
+
+    width = min(NUM_TOP_LOGPROBS, logits_SV.shape[1])
 
     def top():
-        values_SX, ids_SX = lax.top_k(logits_SV, min(NUM_TOP_LOGPROBS, logits_SV.shape[1]))
-        missing = ((0, 0), (0, NUM_TOP_LOGPROBS - ids_SX.shape[1]))
-        return jnp.pad(ids_SX, missing), jnp.pad(values_SX - total_S[:, None], missing)
+        values_SX, ids_SX = lax.top_k(logits_SV, width)
+        drawn_values_SX, drawn_ids_SX = lax.cond(
+            is_penalised | is_biased, lambda: tuple(lax.top_k(processed_SV, width)), lambda: (values_SX, ids_SX)
+        )
+        colder_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.cooling_S[:, None]
+        drawn_SX = jnp.where(
+            jnp.exp(colder_SX) >= drawn.floor_S[:, None], colder_SX - jnp.log(drawn.mass_S)[:, None], -jnp.inf
+        )
+        missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
+        return tuple(jnp.pad(x_SX, missing) for x_SX in (ids_SX, values_SX - total_S[:, None], drawn_ids_SX, drawn_SX))
 
-    shape = (num_samples, NUM_TOP_LOGPROBS)
-    top_ids_SX, top_logprobs_SX = lax.cond(
-        inputs.want_top, top, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
-    )
+    ids_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.int32)
+    zeros_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.float32)
+    tops = lax.cond(inputs.want_top, top, lambda: (ids_SX, zeros_SX, ids_SX, zeros_SX))
+    top_ids_SX, top_logprobs_SX, processed_top_ids_SX, processed_top_SX = tops
     return StepOutput(
         tokens_SR=tokens_S[:, None],
         logprobs_SR=logprobs_S[:, None],
         top_ids_SRX=top_ids_SX[:, None],
         top_logprobs_SRX=top_logprobs_SX[:, None],
+        processed_logprobs_SR=processed_S[:, None],
+        processed_top_ids_SRX=processed_top_ids_SX[:, None],
+        processed_top_logprobs_SRX=processed_top_SX[:, None],
     )
+
+
+def _penalise(logits_SV: jax.Array, inputs: SampleInputs, tokens_MZ: jax.Array, page_table_BP: jax.Array) -> jax.Array:
+    """Make tokens that a row has seen less likely: by its pages up to the position drawn."""
+    num_samples, vocab = logits_SV.shape
+    seen_SC = tokens_MZ[page_table_BP[inputs.row_S]].reshape(num_samples, -1)
+    column_SC = lax.broadcasted_iota(jnp.int32, seen_SC.shape, 1)
+    row_SC = lax.broadcasted_iota(jnp.int32, seen_SC.shape, 0)
+    exists_SC = column_SC < inputs.position_S[:, None]
+    is_output_SC = exists_SC & (column_SC >= inputs.prompt_len_S[:, None])
+    nowhere = jnp.int32(vocab)
+    seen_SV = jnp.zeros((num_samples, vocab), bool)
+    seen_SV = seen_SV.at[row_SC, jnp.where(exists_SC, seen_SC, nowhere)].set(True, mode="drop")
+    counts_SV = jnp.zeros((num_samples, vocab), jnp.float32)
+    counts_SV = counts_SV.at[row_SC, jnp.where(is_output_SC, seen_SC, nowhere)].add(1.0, mode="drop")
+    repetition_S1 = inputs.repetition_S[:, None]
+    repeated_SV = jnp.where(logits_SV > 0, logits_SV / repetition_S1, logits_SV * repetition_S1)
+    penalised_SV = jnp.where(seen_SV, repeated_SV, logits_SV)
+    penalised_SV -= inputs.frequency_S[:, None] * counts_SV
+    return penalised_SV - inputs.presence_S[:, None] * (counts_SV > 0).astype(jnp.float32)
 
 
 def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
@@ -68,22 +127,36 @@ def _argmax(logits_SV: jax.Array) -> jax.Array:
     return jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
 
 
-def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
+def _take_likeliest(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
+    """The most likely token of each row: nothing else had a chance."""
+    del inputs
+    one_S = jnp.ones(logits_SV.shape[0], jnp.float32)
+    return Drawn(_argmax(logits_SV), jnp.max(logits_SV, axis=-1), cooling_S=one_S, floor_S=one_S, mass_S=one_S)
+
+
+def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
-    greedy_S = _argmax(logits_SV)
+    greedy = _take_likeliest(logits_SV, inputs)
     hot_S = inputs.temperature_S > 0
     # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
     cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
-    below_peak_SV = logits_SV - jnp.max(logits_SV, axis=-1, keepdims=True)
-    weights_SV = jnp.exp(below_peak_SV * cooling_S[:, None])
+    weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * cooling_S[:, None])
     uniform_S = jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
     cut_S = hot_S & ((inputs.top_k_S > 0) | (inputs.top_p_S < 1))
 
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
-    all_S = _draw_tiled(jnp.where(weights_SV >= inputs.min_p_S[:, None], weights_SV, 0.0), uniform_S)
+    kept_SV = jnp.where(weights_SV >= inputs.min_p_S[:, None], weights_SV, 0.0)
+    everything = _draw_tiled(kept_SV, uniform_S), inputs.min_p_S, jnp.sum(kept_SV, axis=-1)
     total_S = jnp.sum(weights_SV, axis=-1)
-    drawn_S = lax.cond(jnp.any(cut_S), _draw_cut, lambda *_: all_S, weights_SV, total_S, uniform_S, cut_S, inputs)
-    return jnp.where(hot_S, jnp.where(cut_S, drawn_S, all_S), greedy_S)
+    cut = lax.cond(jnp.any(cut_S), _draw_cut, lambda *_: everything, weights_SV, total_S, uniform_S, cut_S, inputs)
+    tokens_S, floor_S, mass_S = (jnp.where(cut_S, a_S, b_S) for a_S, b_S in zip(cut, everything, strict=True))
+    return Drawn(
+        jnp.where(hot_S, tokens_S, greedy.tokens_S),
+        greedy.peak_S,
+        cooling_S,
+        jnp.where(hot_S, floor_S, greedy.floor_S),
+        jnp.where(hot_S, mass_S, greedy.mass_S),
+    )
 
 
 def _uniform(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
@@ -118,40 +191,48 @@ def _invert_at(weights_SN: jax.Array, point_S: jax.Array) -> tuple[jax.Array, ja
     return index_S, jnp.maximum(point_S - before_S, 0.0)
 
 
+Cut = tuple[jax.Array, jax.Array, jax.Array]
+"""Tokens drawn, the smallest weight that was kept, the weight of all that was kept."""
+
+
 def _draw_cut(
     weights_SV: jax.Array, total_S: jax.Array, uniform_S: jax.Array, cut_S: jax.Array, inputs: SampleInputs
-) -> jax.Array:
+) -> Cut:
     """Rows with top-k or top-p: over the most likely tokens, all of the vocabulary only where they do not suffice."""
     width = min(PREFIX, weights_SV.shape[1])
     values_SW, ids_SW = lax.top_k(weights_SV, width)
-    short_S, fits_S = _draw_sorted(values_SW, ids_SW, total_S, uniform_S, inputs)
+    short, fits_S = _draw_sorted(values_SW, ids_SW, total_S, uniform_S, inputs)
     if width == weights_SV.shape[1]:
-        return short_S
+        return short
 
-    def sort_all():
+    def sort_all() -> Cut:
         values_SV, ids_SV = lax.top_k(weights_SV, weights_SV.shape[1])
-        full_S, _ = _draw_sorted(values_SV, ids_SV, total_S, uniform_S, inputs)
-        return jnp.where(fits_S, short_S, full_S)
+        full, _ = _draw_sorted(values_SV, ids_SV, total_S, uniform_S, inputs)
+        tokens_S, floor_S, mass_S = (jnp.where(fits_S, a_S, b_S) for a_S, b_S in zip(short, full, strict=True))
+        return tokens_S, floor_S, mass_S
 
-    return lax.cond(jnp.any(cut_S & ~fits_S), sort_all, lambda: short_S)
+    return lax.cond(jnp.any(cut_S & ~fits_S), sort_all, lambda: short)
 
 
 def _draw_sorted(
     weights_SW: jax.Array, ids_SW: jax.Array, total_S: jax.Array, uniform_S: jax.Array, inputs: SampleInputs
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Cut, jax.Array]:
     """Draw from the W most likely tokens, and say of each row whether what it keeps lies among them."""
     width = weights_SW.shape[1]
     rank_SW = lax.broadcasted_iota(jnp.int32, weights_SW.shape, 1)
     top_k_S = jnp.where(inputs.top_k_S > 0, inputs.top_k_S, jnp.iinfo(jnp.int32).max)
     kept_SW = rank_SW < top_k_S[:, None]
     cumulative_SW = jnp.cumsum(jnp.where(kept_SW, weights_SW, 0.0), axis=-1)
-    mass_S = jnp.where(top_k_S <= width, cumulative_SW[:, -1], total_S)
+    before_cut_S = jnp.where(top_k_S <= width, cumulative_SW[:, -1], total_S)
     # The smallest set that reaches top-p: a token stays while those before it have not reached it.
     before_SW = cumulative_SW - weights_SW
-    kept_SW &= (before_SW < (inputs.top_p_S * mass_S)[:, None]) | (inputs.top_p_S >= 1)[:, None]
+    kept_SW &= (before_SW < (inputs.top_p_S * before_cut_S)[:, None]) | (inputs.top_p_S >= 1)[:, None]
     kept_SW |= rank_SW == 0
     kept_SW &= weights_SW >= inputs.min_p_S[:, None]
-    index_S, _ = _invert(jnp.where(kept_SW, weights_SW, 0.0), uniform_S)
+    kept_weights_SW = jnp.where(kept_SW, weights_SW, 0.0)
+    index_S, _ = _invert(kept_weights_SW, uniform_S)
     mass_known_S = (top_k_S <= width) | (inputs.top_k_S == 0)
-    fits_S = (top_k_S <= width) | (mass_known_S & (cumulative_SW[:, -1] >= inputs.top_p_S * mass_S))
-    return jnp.take_along_axis(ids_SW, index_S[:, None], axis=-1)[:, 0], fits_S
+    fits_S = (top_k_S <= width) | (mass_known_S & (cumulative_SW[:, -1] >= inputs.top_p_S * before_cut_S))
+    tokens_S = jnp.take_along_axis(ids_SW, index_S[:, None], axis=-1)[:, 0]
+    floor_S = jnp.min(jnp.where(kept_SW, weights_SW, jnp.inf), axis=-1)
+    return (tokens_S, floor_S, jnp.sum(kept_weights_SW, axis=-1)), fits_S

@@ -53,6 +53,8 @@ def decoder(
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """Embed, run every layer, normalise. Returns the hidden state of each packed token and the new cache.
 
+    A page remembers the ids of its tokens beside their KV.
+
     The layer is one jitted function called L times: it is traced and lowered once.
     """
     x_TD = params["embed"][tokens_T]
@@ -63,7 +65,8 @@ def decoder(
         x_TD, new_kv = call(weights, x_TD, kv, rotary, layout, window=window, parts=parts)
         layers.append(new_kv)
     x_TD = rms_norm(x_TD, params["norm"], parts.config.norm_eps)
-    return x_TD, KVCache(layers=layers, page_axis=cache.page_axis)
+    ids = cache.tokens_MZ.reshape(-1).at[layout.destinations_T].set(tokens_T, mode="drop")
+    return x_TD, KVCache(layers, ids.reshape(cache.tokens_MZ.shape), cache.page_axis)
 
 
 def unembed(params: Params, x_SD: Float[Array, "S D"]) -> Float[Array, "S V"]:

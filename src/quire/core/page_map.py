@@ -1,0 +1,109 @@
+"""Every page at a glance: who holds it, how full it is, by what name the prefix cache knows it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from string import ascii_lowercase
+from typing import NamedTuple
+
+from quire.core.scheduler import Scheduler
+from quire.request import Sequence
+
+FREE, CACHED, SHARED = ".", "_", "#"
+COLUMNS = 64
+
+
+class PageInfo(NamedTuple):
+    """One page."""
+
+    page: int
+    tier: str
+    """"device" or "host"."""
+    owners: tuple[str, ...]
+    """Sequences that hold it, as request id/index."""
+    refcount: int
+    """Its holders: the owners, and the prefix cache if it knows the page."""
+    fill: int
+    """Positions that hold KV."""
+    hash: str | None
+    """Its name in the prefix cache, in hexadecimal."""
+
+    @property
+    def glyph(self) -> str:
+        """What it is, in one character; "a" stands for any single owner."""
+        if not self.owners:
+            return FREE if self.hash is None else CACHED
+        return "a" if len(self.owners) == 1 else SHARED
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """All pages of both tiers, device first, each in order. As text: a grid, one character a page."""
+
+    pages: list[PageInfo]
+    page_size: int
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+    def __iter__(self) -> Iterator[PageInfo]:
+        return iter(self.pages)
+
+    def __getitem__(self, index: int) -> PageInfo:
+        return self.pages[index]
+
+    def __str__(self) -> str:
+        letters: dict[str, str] = {}
+        supply = cycle(ascii_lowercase)
+        lines = []
+        for tier in ("device", "host"):
+            pages = [page for page in self.pages if page.tier == tier]
+            if not pages:
+                continue
+            lines.append(f"{tier}: {len(pages)} pages of {self.page_size} tokens")
+            glyphs = []
+            for page in pages:
+                glyph = page.glyph
+                if glyph == "a":
+                    request = page.owners[0].rpartition("/")[0]
+                    glyph = letters[request] if request in letters else letters.setdefault(request, next(supply))
+                    glyph = glyph if page.fill < self.page_size else glyph.upper()
+                glyphs.append(glyph)
+            for start in range(0, len(glyphs), COLUMNS):
+                lines.append(f"{start:>8}  {''.join(glyphs[start : start + COLUMNS])}")
+        lines.append(f"{FREE} free   {CACHED} cached, held by nobody   {SHARED} shared   a partly, A wholly filled")
+        lines += [f"{letter} {request}" for request, letter in letters.items()]
+        return "\n".join(lines)
+
+
+def page_map(scheduler: Scheduler) -> PageMap:
+    """Read every page's owner, refcount, fill, hash and tier."""
+    tables = scheduler.tables
+    cache, size = tables.prefix_cache, tables.page_size
+    pages = []
+    owners, fills = _owners([(s, s.pages) for s in scheduler.running], size)
+    for page in range(tables.allocator.num_pages):
+        name = cache.hash_of(page) if cache else None
+        fill = size if name is not None else fills.get(page, 0)
+        refcount = tables.allocator.refcount(page)
+        pages.append(
+            PageInfo(page, "device", tuple(owners.get(page, ())), refcount, fill, None if name is None else name.hex())
+        )
+    if tables.host:
+        owners, fills = _owners([(s, s.host_pages) for s in scheduler.waiting], size)
+        pages += [
+            PageInfo(page, "host", tuple(owners.get(page, ())), tables.host.refcount(page), fills.get(page, 0), None)
+            for page in range(tables.host.num_pages)
+        ]
+    return PageMap(pages, size)
+
+
+def _owners(tables: list, size: int) -> tuple[dict[int, list[str]], dict[int, int]]:
+    owners: dict[int, list[str]] = {}
+    fills: dict[int, int] = {}
+    sequence: Sequence
+    for sequence, table in tables:
+        for i, page in enumerate(table):
+            owners.setdefault(page, []).append(f"{sequence.request.id}/{sequence.index}")
+            fills[page] = max(fills.get(page, 0), min(max(sequence.num_computed - i * size, 0), size))
+    return owners, fills

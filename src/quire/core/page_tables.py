@@ -1,0 +1,262 @@
+"""Every movement of a page: how page tables are filled, shared, moved and emptied.
+
+    start    a table begins with what somebody has computed already: pages found in the prefix cache, a relative's
+             pages, or its own from host memory; full pages are shared, a partial one is copied
+    grow     new pages for positions about to be written; the prefix cache gives up idle ones when none is free
+    publish  full pages become findable, once the step that wrote them is committed
+    release  a table is emptied; what nobody else holds is free, or idle in the prefix cache
+
+Movements that touch KV are collected as the page operations of the plan being made. Refuses to know: who should run.
+"""
+
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+from itertools import chain
+from typing import NamedTuple
+
+from quire.core.pages import PageAllocator
+from quire.core.plan import PageOperations
+from quire.core.prefix_cache import PrefixCache
+from quire.request import Sequence, SequenceState, Version
+
+
+class Beginning(NamedTuple):
+    """The positions of a sequence whose KV exists already, and where."""
+
+    pages: list[int]
+    """Full pages to share."""
+    num_tokens: int
+    """Positions covered: by those pages, by the page to copy, or by host pages."""
+    copy_from: int | None = None
+    """A partial page to copy, next in order."""
+    num_published: int = 0
+    """How many of the pages the prefix cache knows."""
+
+
+class PageTables:
+    """Owns the pool on the device, the pool in host memory and the prefix cache."""
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        page_size: int,
+        host: PageAllocator | None = None,
+        prefix_cache: bool = True,
+        version: Version = 0,
+        poison_freed: bool = False,
+    ) -> None:
+        self.allocator = allocator
+        self.page_size = page_size
+        self.host = host
+        """Pages in host memory, for swapped sequences; None for no swapping."""
+        self.prefix_cache = PrefixCache(allocator, page_size) if prefix_cache else None
+        self.version = version
+        """The weights that compute from now on."""
+        self.swapped_out: list[Sequence] = []
+        """Whose pages the plan being made moves to the host."""
+        self._poison_freed = poison_freed
+        self._freed: list[int] = []
+        self._operations = PageOperations()
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold this many positions."""
+        return -(-num_tokens // self.page_size)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be had without taking them from a sequence."""
+        return self.allocator.num_free + (self.prefix_cache.num_idle if self.prefix_cache else 0)
+
+    @property
+    def num_cached(self) -> int:
+        """Pages that only the prefix cache holds."""
+        return self.prefix_cache.num_idle if self.prefix_cache else 0
+
+    def num_holders(self, page: int) -> int:
+        """Sequences that hold a page."""
+        cached = self.prefix_cache is not None and self.prefix_cache.hash_of(page) is not None
+        return self.allocator.refcount(page) - cached
+
+    # -- start ---------------------------------------------------------------------------------------------------
+
+    def find(self, sequence: Sequence, unwritten: Collection[Sequence] = ()) -> Beginning:
+        """What of a waiting or swapped sequence need not be computed.
+
+        The last token is always computed: its logits are what the sequence waits for. Prompt log-probabilities need
+        every position's logits, so who still wants them begins with nothing. `unwritten` are sequences whose pages
+        are filled by the very plan that is being made: nothing can be copied from them yet.
+        """
+        if sequence.state is SequenceState.SWAPPED:
+            pages = self._match(sequence, sequence.num_computed) if sequence.kv_version == self.version else []
+            return Beginning(pages, sequence.num_computed, num_published=len(pages))
+        if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
+            return Beginning([], 0)
+        most = len(sequence.tokens) - 1
+        pages = self._match(sequence, most)
+        found = Beginning(pages, len(pages) * self.page_size, num_published=len(pages))
+        relative = self._relative(sequence, unwritten)
+        if relative is None:
+            return found
+        common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
+        common = min(most, common, relative.num_computed)
+        if common <= found.num_tokens:
+            return found
+        num_full = common // self.page_size
+        return Beginning(
+            relative.pages[:num_full].tolist(),
+            common,
+            relative.pages[num_full] if common % self.page_size else None,
+            min(num_full, relative.num_published),
+        )
+
+    def num_new(self, sequence: Sequence, beginning: Beginning) -> int:
+        """Of the available pages, how many a start with all of a sequence's tokens would take."""
+        cache = self.prefix_cache
+        idle = sum(map(cache.is_idle, beginning.pages)) if cache else 0
+        return self.pages_for(len(sequence.tokens)) - len(beginning.pages) + idle
+
+    def start(self, sequence: Sequence, beginning: Beginning) -> None:
+        """Fill an empty table with a beginning that `find` has just found."""
+        self._hold(beginning.pages)
+        sequence.pages.extend(beginning.pages)
+        if sequence.state is SequenceState.SWAPPED:
+            on_host = sequence.host_pages[len(beginning.pages) :]
+            self._operations.swap_ins += zip(on_host, self._allocate(sequence, len(on_host)), strict=True)
+            self._release_host(sequence)
+        elif beginning.num_tokens:
+            if beginning.copy_from is not None:
+                (page,) = self._allocate(sequence, 1)
+                self._operations.copies.append((beginning.copy_from, page))
+            sequence.kv_version = self.version
+        sequence.num_computed = beginning.num_tokens
+        sequence.num_published = beginning.num_published
+
+    def _match(self, sequence: Sequence, most: int) -> list[int]:
+        if self.prefix_cache is None:
+            return []
+        count = most // self.page_size
+        return self.prefix_cache.match(self.prefix_cache.hashes(sequence, self.version, count), count)
+
+    def _relative(self, sequence: Sequence, unwritten: Collection[Sequence]) -> Sequence | None:
+        """A running member of the family, its parent first, whose pages can be shared now."""
+        for relative in chain((sequence.parent,), reversed(sequence.family)):
+            if (
+                relative is not None
+                and relative is not sequence
+                and relative.state is SequenceState.RUNNING
+                and relative.kv_version == self.version
+                and relative not in unwritten
+            ):
+                return relative
+        return None
+
+    # -- grow ----------------------------------------------------------------------------------------------------
+
+    def grow(self, sequence: Sequence, end: int) -> None:
+        """Give a sequence pages for all positions below `end`. They must be available."""
+        missing = self.pages_for(end) - len(sequence.pages)
+        if missing > 0:
+            self._allocate(sequence, missing)
+
+    def _allocate(self, sequence: Sequence, count: int) -> list[int]:
+        short = count - self.allocator.num_free
+        if short > 0:
+            self.evict(short)
+        pages = self.allocator.allocate(count)
+        sequence.pages.extend(pages)
+        return pages
+
+    # -- publish -------------------------------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the full pages of a sequence findable; what it computed must be committed.
+
+        Where the cache knows another page with the same tokens, the sequence takes that one and gives its own back:
+        thus who holds a known page holds every known page before it. KV of two versions is never published.
+        """
+        cache, count = self.prefix_cache, sequence.num_computed // self.page_size
+        if cache is None or count <= sequence.num_published or sequence.kv_version != self.version:
+            return
+        hashes = cache.hashes(sequence, self.version, count)
+        for i in range(sequence.num_published, count):
+            page = sequence.pages[i]
+            known = cache.publish(hashes[i], page)
+            if known != page:
+                self._hold([known])
+                sequence.pages[i] = known
+                self._drop([page])
+        sequence.num_published = count
+
+    def evict(self, count: int) -> int:
+        """Make the prefix cache forget its least recently used idle pages; returns how many it had."""
+        if self.prefix_cache is None:
+            return 0
+        evicted = self.prefix_cache.evict(count)
+        self._note_freed(evicted)
+        return len(evicted)
+
+    # -- release -------------------------------------------------------------------------------------------------
+
+    def release(self, sequence: Sequence) -> None:
+        """Empty a sequence's table, and its host pages; its KV is gone."""
+        self._empty(sequence)
+        if self._operations.swap_outs and sequence.host_pages:  # its way to the host is not worth the trip any more
+            unwanted = set(sequence.host_pages)
+            self._operations.swap_outs = [move for move in self._operations.swap_outs if move[1] not in unwanted]
+        self._release_host(sequence)
+        sequence.num_computed = 0
+        sequence.kv_version = None
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """Whether host memory has room for a sequence."""
+        return self.host is not None and 0 < len(sequence.pages) <= self.host.num_free
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Empty a sequence's table into host memory."""
+        if self.host is None:
+            raise ValueError("there is no host memory to swap to")
+        sequence.host_pages.extend(self.host.allocate(len(sequence.pages)))
+        self._operations.swap_outs += zip(sequence.pages, sequence.host_pages, strict=True)
+        self.swapped_out.append(sequence)
+        self._empty(sequence)
+
+    def _empty(self, sequence: Sequence) -> None:
+        self._drop(sequence.pages)
+        del sequence.pages[:]
+        sequence.num_published = 0
+
+    def _release_host(self, sequence: Sequence) -> None:
+        if self.host is not None and sequence.host_pages:
+            self.host.release(sequence.host_pages)
+            del sequence.host_pages[:]
+
+    def _hold(self, pages: SequenceOf[int]) -> None:
+        if self.prefix_cache is None:
+            self.allocator.retain(pages)
+        else:
+            self.prefix_cache.acquire(pages)
+
+    def _drop(self, pages: SequenceOf[int]) -> None:
+        freed = self.allocator.release(pages)
+        if self.prefix_cache is not None:
+            self.prefix_cache.let_go(pages)
+        self._note_freed(freed)
+
+    def _note_freed(self, pages: list[int]) -> None:
+        if self._poison_freed:
+            self._freed += pages
+
+    # -- operations ----------------------------------------------------------------------------------------------
+
+    def take_operations(self) -> PageOperations:
+        """What the plan must do to pages before it writes; the next plan starts with none."""
+        operations, self._operations = self._operations, PageOperations()
+        filled = {page for _, page in chain(operations.copies, operations.swap_ins)}
+        operations.poisons = [page for page in dict.fromkeys(self._freed) if page not in filled]
+        self._freed = []
+        return operations
+
+    def dispatched(self) -> None:
+        """The operations last taken have been done: pages on the host hold what they should."""
+        self.swapped_out = []

@@ -1,0 +1,63 @@
+"""Fills one plan within a step's budgets of tokens and samples."""
+
+from collections.abc import Sequence as SequenceOf
+
+from quire.core.plan import Row, Sample, StepPlan
+from quire.request import Sequence
+
+
+class Planner:
+    """One plan in the making.
+
+    Until a running sequence is claimed, the token (if it decodes) and the sample that are its due are set aside, so
+    that a long prompt before it in order cannot take them.
+    """
+
+    def __init__(self, max_tokens: int, max_samples: int, running: SequenceOf[Sequence]) -> None:
+        self.plan = StepPlan()
+        self._tokens_left = max_tokens
+        self._samples_left = max_samples
+        self._tokens_set_aside = sum(len(s.tokens) - s.num_computed == 1 for s in running)
+        self._samples_set_aside = len(running)
+
+    def claim(self, sequence: Sequence) -> None:
+        """A running sequence's turn: what was set aside for it is now in the common budget."""
+        self._samples_set_aside -= 1
+        if len(sequence.tokens) - sequence.num_computed == 1:
+            self._tokens_set_aside -= 1
+
+    def share(self, sequence: Sequence, computed: int) -> int:
+        """How many tokens of this sequence, of which `computed` are done, fit into the step; 0 for none."""
+        num_tokens = min(len(sequence.tokens) - computed, self._tokens_left - self._tokens_set_aside)
+        num_samples = self._samples_left - self._samples_set_aside
+        if num_samples < 1:
+            return 0
+        if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
+            num_scored = max(len(sequence.prompt_logprobs) - 1 - computed, 0)  # before a preemption
+            num_tokens = min(num_tokens, num_scored + num_samples)
+        return num_tokens
+
+    def add(self, sequence: Sequence, num_tokens: int, unborn: SequenceOf[Sequence] = ()) -> None:
+        """Plan the next `num_tokens` of a sequence, and what is to be drawn from them.
+
+        The logits of position p are for position p+1: a chunk [first, end) may score first+1 .. end, where `end`
+        itself is drawn, not scored, once every known token is in. Then the `unborn` draw from the same logits, as far
+        as the samples go.
+        """
+        plan = self.plan
+        first, row = sequence.num_computed, len(plan.rows)
+        end = first + num_tokens
+        samples, base = plan.samples, plan.num_tokens - first - 1
+        num_samples_before = len(samples)
+        if sequence.params.prompt_logprobs:
+            for position in range(max(first + 1, len(sequence.prompt_logprobs)), min(end + 1, sequence.prompt_len)):
+                samples.append(Sample(sequence, row, base + position, position, sequence.tokens[position]))
+        if end == len(sequence.tokens) and sequence.max_tokens:
+            samples.append(Sample(sequence, row, base + end, end, None))
+            if unborn and end == sequence.prompt_len:
+                spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)
+                samples += [Sample(child, row, base + end, end, None) for child in unborn[: max(spare, 0)]]
+        plan.rows.append(Row(sequence, first, num_tokens, 1))
+        plan.num_tokens += num_tokens
+        self._tokens_left -= num_tokens
+        self._samples_left -= len(samples) - num_samples_before

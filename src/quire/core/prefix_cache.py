@@ -1,0 +1,134 @@
+"""Token prefix -> the pages that already hold its KV.
+
+Only full pages are known here, each by a hash of its tokens and of everything before them:
+
+    root    H(page size, tenant salt, weight version)
+    page 0  H(root,   tokens 0 .. Z-1)
+    page 1  H(page 0, tokens Z .. 2Z-1)         a page is found only behind its own beginning
+
+The cache is one holder of every page it knows. Pages that nobody else holds are idle: still findable, and evicted when
+the pool runs dry, least recently used first. Who holds a page holds all before it and lets go of the last one first, so
+that order also takes leaves before their parents.
+"""
+
+import hashlib
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from functools import lru_cache
+
+from quire.core.errors import AuditError
+from quire.core.pages import PageAllocator
+from quire.request import Sequence, Version
+
+
+class PrefixCache:
+    """Knows pages by their hash. Whether a page may be published is for its writer to say."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+        self._allocator = allocator
+        self._page_size = page_size
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Pages held by nobody else; the next to be evicted first."""
+        self.num_evictions = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages known here, idle or not."""
+        return len(self._hash_of)
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that nobody else holds."""
+        return len(self._idle)
+
+    @property
+    def pages(self) -> Iterable[int]:
+        """Every page known here."""
+        return self._hash_of.keys()
+
+    def hash_of(self, page: int) -> bytes | None:
+        """The name a page is known by."""
+        return self._hash_of.get(page)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether only the cache holds a page."""
+        return page in self._idle
+
+    def hashes(self, sequence: Sequence, version: Version, count: int) -> list[bytes]:
+        """At least the first `count` page hashes of a sequence, kept with it so that each is computed once."""
+        root = page_root(self._page_size, sequence.request.cache_salt, version)
+        if sequence.hash_root != root:
+            sequence.hash_root, sequence.page_hashes = root, []
+        hashes, size = sequence.page_hashes, self._page_size
+        while len(hashes) < count:
+            start = len(hashes) * size
+            hashes.append(page_hash(hashes[-1] if hashes else root, sequence.tokens[start : start + size]))
+        return hashes
+
+    def match(self, hashes: SequenceOf[bytes], most: int) -> list[int]:
+        """The pages of the longest known beginning, at most `most`. Nobody holds them yet: see `acquire`."""
+        pages = []
+        for page_id in hashes[:most]:
+            page = self._page_of.get(page_id)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def acquire(self, pages: SequenceOf[int]) -> None:
+        """Become one more holder of pages that are known here."""
+        self._allocator.retain(pages)
+        for page in pages:
+            self._idle.pop(page, None)
+
+    def let_go(self, pages: SequenceOf[int]) -> None:
+        """A sequence has released its table `pages`: those that only the cache holds are idle from now on."""
+        refcount = self._allocator.refcount
+        for page in reversed(pages):
+            if page in self._hash_of and refcount(page) == 1:
+                self._idle[page] = None
+
+    def publish(self, page_id: bytes, page: int) -> int:
+        """Make a full page findable. Returns the page known by that hash: another one, if somebody was first."""
+        known = self._page_of.setdefault(page_id, page)
+        if known == page and page not in self._hash_of:
+            self._hash_of[page] = page_id
+            self._allocator.retain([page])
+        return known
+
+    def evict(self, count: int) -> list[int]:
+        """Forget the `count` least recently used idle pages; returns those, which are free now."""
+        evicted = [self._idle.popitem(last=False)[0] for _ in range(min(count, len(self._idle)))]
+        for page in evicted:
+            del self._page_of[self._hash_of.pop(page)]
+        self.num_evictions += len(evicted)
+        return self._allocator.release(evicted)
+
+    def audit(self) -> None:
+        """Check that both directions agree and that exactly the pages nobody else holds are idle."""
+        if {page: page_id for page_id, page in self._page_of.items()} != self._hash_of:
+            raise AuditError("the prefix cache's two directions disagree")
+        refcount = self._allocator.refcount
+        for page in self._hash_of:
+            if (page in self._idle) != (refcount(page) == 1):
+                where = "is" if page in self._idle else "is not"
+                raise AuditError(f"page {page} {where} idle in the prefix cache, refcount {refcount(page)}")
+        for page in self._idle:
+            if page not in self._hash_of:
+                raise AuditError(f"page {page} is idle in the prefix cache, which does not know it")
+
+
+@lru_cache(maxsize=256)
+def page_root(page_size: int, salt: str, version: Version) -> bytes:
+    """Where the chain of a tenant and a version begins."""
+    return hashlib.sha256(json.dumps([page_size, salt, version]).encode()).digest()
+
+
+def page_hash(before: bytes, tokens: SequenceOf[int]) -> bytes:
+    """The name of a full page: its tokens, and the name of what is before it."""
+    return hashlib.sha256(before + array("i", tokens).tobytes()).digest()

@@ -1,0 +1,234 @@
+"""A device that catches lies: for tests of schedulers, caches and servers, without a model and without a compiler.
+
+`fake_engine` is the real engine (scheduler, allocator, packing) over a `FakeRunner`, thousands of steps a second.
+
+The "KV" of a position is a hash of every token up to it and of the weights that computed each; it is kept in pages
+exactly as the real cache keeps its own, with the token and the weights beside it. "Attention" reads a row's pages from
+the first position and computes the hashes again: a stale, aliased, unwritten or overwritten place does not fit the one
+before it, and raises. The next token is made from the last hash, so that a page which is consistent and somebody
+else's changes it.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from quire.config import ModelConfig, engine_config
+from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, PageCommands, SampleInputs, StepInputs, StepOutput
+from quire.engine import Engine
+
+Place = tuple[int, int, int]
+"""Token, weights, hash of everything up to here."""
+
+
+class KVError(Exception):
+    """A page did not hold what its reader had to find there."""
+
+
+class InjectedError(RuntimeError):
+    """A failure that a test asked for."""
+
+
+def hash_step(before: int, token: int, weights: int) -> int:
+    """The hash up to a token from the one before it. (Python does not salt the hashes of numbers.)"""
+    return hash((before, token, weights))
+
+
+def next_token(state: int, vocab_size: int, seed: int = 0, index: int = 0, position: int = 0) -> int:
+    """The token drawn after a state: the greedy one, or one by counter."""
+    return hash((state, seed, index, position)) % vocab_size
+
+
+def expected_token(tokens: list[int], vocab_size: int, *, weights: int = 0, draw: tuple[int, int] | None = None) -> int:
+    """What must follow `tokens` under one set of weights; `draw` is (seed, index) unless greedy."""
+    state = 0
+    for token in tokens:
+        state = hash_step(state, token, weights)
+    return next_token(state, vocab_size) if draw is None else next_token(state, vocab_size, *draw, len(tokens))
+
+
+@dataclass(frozen=True)
+class FakeHandle:
+    """A step that is done already."""
+
+    output: StepOutput
+
+    def result(self) -> StepOutput:
+        """Nothing to wait for."""
+        return self.output
+
+
+class FakeRunner:
+    """Behind the same door as `ModelRunner`: StepInputs in, StepOutput out, pages in between."""
+
+    def __init__(self, *, num_pages: int, page_size: int, vocab_size: int, num_host_pages: int = 0) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.seconds_per_page = 1e-4
+        self.num_compiles = 0
+        self.num_programs = 0
+        self.num_runs = 0
+        self.weights = 0
+        self.during_run: Callable[[], None] | None = None
+        """Called once, while the next step is in flight."""
+        self.fail_next: str | None = None
+        """"before" or "inside": where the next step fails; inside, the pages are lost with it."""
+        self._survived = True
+        self._empty: list[Place | None] = [None] * page_size
+        self._pages = [self._empty[:] for _ in range(num_pages)]
+        self._host = [self._empty[:] for _ in range(num_host_pages)]
+
+    def run(self, inputs: StepInputs) -> FakeHandle:
+        """Page commands, writes, attention, draws: in the order of the real thing."""
+        self.num_runs += 1
+        failure, self.fail_next = self.fail_next, None
+        if failure:
+            self._survived = failure == "before"
+            raise InjectedError(failure)
+        self._run_page_commands(inputs.pages)
+        output = self._draw(self._forward(inputs), inputs.samples)
+        interruption, self.during_run = self.during_run, None
+        if interruption:
+            interruption()
+        return FakeHandle(output)
+
+    def recover(self) -> bool:
+        """Whether the pages survived; if not, they are empty now."""
+        survived, self._survived = self._survived, True
+        if not survived:
+            self.zero()
+        return survived
+
+    def set_weights(self, params: int) -> None:
+        """Weights are a number: part of every hash from here on."""
+        self.weights = params
+
+    def zero(self) -> None:
+        """Empty every page."""
+        self._pages = [self._empty[:] for _ in range(self.num_pages)]
+
+    def _run_page_commands(self, commands: PageCommands) -> None:
+        pages, host = self._pages, self._host
+        for page, host_page in commands.swap_out.tolist():
+            host[host_page] = pages[page][:]
+        sources = [pages[source][:] for source, _ in commands.copy.tolist()]  # all are read before one is written
+        for (_, target), content in zip(commands.copy.tolist(), sources, strict=True):
+            pages[target] = content
+        for host_page, page in commands.swap_in.tolist():
+            pages[page] = host[host_page][:]
+        for page in commands.poison.tolist():
+            pages[page] = self._empty[:]
+
+    def _forward(self, inputs: StepInputs) -> list[int]:
+        """Write every token's place, then read each row from its beginning. Returns the state at each token."""
+        layout, size, pages = inputs.layout, self.page_size, self._pages
+        starts, kv_lens = layout.cu_q_lens_B1.tolist(), layout.kv_lens_B.tolist()
+        tokens, positions = inputs.tokens_T.tolist(), layout.positions_T.tolist()
+        destinations = layout.destinations_T.tolist()
+        states = [0] * len(tokens)
+        written: set[int] = set()
+        for row, kv_len in enumerate(kv_lens):
+            first, end = starts[row], starts[row + 1]
+            if first == end:
+                continue
+            table = layout.page_table_BP[row].tolist()
+            position = positions[first]
+            if (
+                positions[first:end] != list(range(position, position + end - first))
+                or kv_len != position + end - first
+            ):
+                raise KVError(f"row {row}: positions {positions[first:end]} do not end at its length {kv_len}")
+            state = self._attend(table, position, row)
+            for i in range(first, end):
+                state = states[i] = hash_step(state, tokens[i], self.weights)
+                page, offset = divmod(destinations[i], size)
+                if page != table[positions[i] // size] or offset != positions[i] % size or destinations[i] in written:
+                    raise KVError(f"row {row}: position {positions[i]} is written to page {page}, offset {offset}")
+                written.add(destinations[i])
+                pages[page][offset] = (tokens[i], self.weights, state)
+        for row, kv_len in enumerate(kv_lens):  # once everybody has written: nobody may have written over another
+            if starts[row] != starts[row + 1]:
+                state = self._attend(layout.page_table_BP[row].tolist(), kv_len, row)
+                if state != states[starts[row + 1] - 1]:
+                    raise KVError(f"row {row}: what it wrote in this step is not there")
+        return states
+
+    def _attend(self, table: list[int], kv_len: int, row: int) -> int:
+        """Read a row's pages up to its length, hashing again; returns the last state."""
+        state, size, pages = 0, self.page_size, self._pages
+        for i in range(0, kv_len, size):
+            page = pages[table[i // size]]
+            for offset in range(min(size, kv_len - i)):
+                place = page[offset]
+                if place is None:
+                    raise KVError(f"row {row}: page {table[i // size]}, offset {offset} was never written")
+                state = hash((state, place[0], place[1]))
+                if state != place[2]:
+                    raise KVError(f"row {row}: page {table[i // size]}, offset {offset} is not of this sequence")
+        return state
+
+    def _draw(self, states: list[int], samples: SampleInputs) -> StepOutput:
+        num_samples = len(samples.packed_index_S)
+        tokens = np.zeros((num_samples, 1), np.int32)
+        is_biased = (samples.bias_ids_SE != INVALID).any(axis=1).tolist()
+        columns = (samples.packed_index_S, samples.target_S, samples.temperature_S, samples.index_S, samples.position_S)
+        for i, (at, target, temperature, index, position) in enumerate(
+            zip(*(c.tolist() for c in columns), strict=True)
+        ):
+            if target != INVALID:
+                tokens[i, 0] = target
+                continue
+            token = next_token(states[at], self.vocab_size)
+            if temperature:
+                high, low = samples.seed_S2[i].tolist()
+                token = next_token(states[at], self.vocab_size, high << 32 | low, index, position)
+            if is_biased[i]:
+                forbidden = set(samples.bias_ids_SE[i][samples.bias_SE[i] == -np.inf].tolist())
+                while token in forbidden:
+                    token = (token + 1) % self.vocab_size
+            tokens[i, 0] = token
+        logprobs: Any = np.zeros((num_samples, 1), np.float32)
+        top_ids = np.zeros((num_samples, 1, NUM_TOP_LOGPROBS), np.int32)
+        top = np.zeros((num_samples, 1, NUM_TOP_LOGPROBS), np.float32)
+        return StepOutput(tokens, logprobs, top_ids, top, logprobs, top_ids, top)
+
+
+class FakeClock:
+    """A clock that goes forward by seeded steps, each time it is looked at."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = random.Random(seed)
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.expovariate(1000)
+        return self._now
+
+
+def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: int = 0, **knobs: Any) -> Engine:
+    """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
+    defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    config = engine_config(**(defaults | {"num_host_pages": 8} | knobs))
+    model = ModelConfig(
+        architecture="llama",
+        vocab_size=vocab_size,
+        num_layers=1,
+        hidden_size=8,
+        intermediate_size=8,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=8,
+        max_len=config.max_model_len or 64,
+        eos_ids=eos_ids,
+    )
+    runner = FakeRunner(
+        num_pages=config.num_pages or 16,
+        page_size=config.page_size,
+        vocab_size=vocab_size,
+        num_host_pages=config.num_host_pages or 0,
+    )
+    return Engine(model, None, config, runner=runner, clock=FakeClock(seed))

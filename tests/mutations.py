@@ -1,0 +1,205 @@
+"""Bugs that somebody might write: each is put into the code, and the histories must find it.
+
+A mutation is a function that patches classes through pytest's monkeypatch; its name says what goes wrong.
+"""
+
+from quire.core.page_tables import Beginning, PageTables
+from quire.core.pages import PageAllocator
+from quire.core.planner import Planner
+from quire.core.prefix_cache import PrefixCache
+from quire.core.scheduler import Scheduler
+from quire.request import SequenceState
+
+MUTATIONS = {}
+
+
+def mutation(function):
+    MUTATIONS[function.__name__] = function
+    return function
+
+
+@mutation
+def skip_a_decrement(patch):
+    """Releasing three pages or more forgets the last."""
+    release = PageAllocator.release
+    patch.setattr(PageAllocator, "release", lambda self, pages: release(self, pages[:-1] if len(pages) > 2 else pages))
+
+
+@mutation
+def share_a_partial_page(patch):
+    """A fork takes the parent's last page as it is, instead of a copy."""
+    find = PageTables.find
+
+    def find_whole(self, sequence, unwritten=()):
+        found = find(self, sequence, unwritten)
+        if found.copy_from is None:
+            return found
+        return Beginning([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
+
+    patch.setattr(PageTables, "find", find_whole)
+
+
+@mutation
+def publish_a_hash_early(patch):
+    """Pages are findable once they are planned, before the step that writes them is committed."""
+    add = Planner.add
+    tables = None
+
+    def admit(self, planner):
+        nonlocal tables
+        tables = self.tables
+        original_admit(self, planner)
+
+    original_admit = Scheduler._admit
+
+    def add_and_publish(self, sequence, num_tokens, unborn=()):
+        add(self, sequence, num_tokens, unborn)
+        if tables and sequence.num_computed == 0:
+            sequence.kv_version, sequence.num_computed = tables.version, num_tokens
+            tables.publish(sequence)
+            sequence.num_computed = 0
+
+    patch.setattr(Scheduler, "_admit", admit)
+    patch.setattr(Planner, "add", add_and_publish)
+
+
+@mutation
+def free_twice_at_abort(patch):
+    """An abort releases the pages, and the end of the sequence does so again."""
+    abort = Scheduler.abort
+
+    def abort_twice(self, sequence):
+        if sequence.pages:
+            self.tables._drop(sequence.pages)
+        return abort(self, sequence)
+
+    patch.setattr(Scheduler, "abort", abort_twice)
+
+
+@mutation
+def reuse_a_swapped_page(patch):
+    """Host pages count as free as soon as they are filled."""
+    swap_out = PageTables.swap_out
+
+    def swap_out_and_forget(self, sequence):
+        swap_out(self, sequence)
+        self.host.release(sequence.host_pages)
+
+    patch.setattr(PageTables, "swap_out", swap_out_and_forget)
+
+
+@mutation
+def forget_a_child(patch):
+    """The last of the unborn never gets into the queue."""
+    commit_prompt = Scheduler._commit_prompt
+
+    def commit_all_but_one(self, sequence):
+        if len(self.unborn.get(sequence.request.id, ())) > 1:
+            self.unborn[sequence.request.id].pop()
+        return commit_prompt(self, sequence)
+
+    patch.setattr(Scheduler, "_commit_prompt", commit_all_but_one)
+
+
+@mutation
+def keep_a_tails_page(patch):
+    """A finished sequence keeps its last page."""
+
+    def empty_all_but_one(self, sequence):
+        kept = sequence.pages[-1:] if sequence.state is SequenceState.FINISHED else sequence.pages[:0]
+        pages = sequence.pages[: len(sequence.pages) - len(kept)]
+        self._drop(pages)
+        sequence.pages = kept
+        sequence.num_published = 0
+
+    patch.setattr(PageTables, "_empty", empty_all_but_one)
+
+
+@mutation
+def forget_the_copies(patch):
+    """The partial page of a fork is never copied."""
+    take = PageTables.take_operations
+
+    def take_without_copies(self):
+        operations = take(self)
+        operations.copies = []
+        return operations
+
+    patch.setattr(PageTables, "take_operations", take_without_copies)
+
+
+@mutation
+def leave_the_version_out_of_the_hash(patch):
+    """Pages of the weights before are found after a weight change."""
+    hashes = PrefixCache.hashes
+    patch.setattr(PrefixCache, "hashes", lambda self, sequence, version, count: hashes(self, sequence, 0, count))
+
+
+@mutation
+def leave_the_salt_out_of_the_hash(patch):
+    """One tenant finds another tenant's pages."""
+    import quire.core.prefix_cache as module
+
+    root = module.page_root.__wrapped__
+    patch.setattr(module, "page_root", lambda size, salt, version: root(size, "", version))
+
+
+@mutation
+def publish_two_versions(patch):
+    """A sequence that kept its KV over a weight change publishes as if nothing had been."""
+    publish = PageTables.publish
+
+    def publish_always(self, sequence):
+        if sequence.num_computed:
+            before, sequence.kv_version = sequence.kv_version, self.version
+            publish(self, sequence)
+            sequence.kv_version = before
+
+    patch.setattr(PageTables, "publish", publish_always)
+
+
+@mutation
+def evict_what_is_held(patch):
+    """The prefix cache gives up any page it knows, held or not."""
+
+    def evict_any(self, count):
+        evicted = list(self._hash_of)[:count]
+        for page in evicted:
+            self._idle.pop(page, None)
+            del self._page_of[self._hash_of.pop(page)]
+        return self._allocator.release(evicted)
+
+    patch.setattr(PrefixCache, "evict", evict_any)
+
+
+@mutation
+def poison_what_was_just_filled(patch):
+    """A page that was freed and filled again in one plan is poisoned after it was filled."""
+    take = PageTables.take_operations
+
+    def take_all(self):
+        freed = list(dict.fromkeys(self._freed))
+        operations = take(self)
+        operations.poisons = freed
+        return operations
+
+    patch.setattr(PageTables, "take_operations", take_all)
+
+
+@mutation
+def copy_from_the_unwritten(patch):
+    """A fork copies from a relative whose own pages are only filled by the same plan."""
+    find = PageTables.find
+    patch.setattr(PageTables, "find", lambda self, sequence, unwritten=(): find(self, sequence, ()))
+
+
+@mutation
+def believe_a_swap_that_failed(patch):
+    """After a step that failed, host pages that it was to fill count as filled."""
+
+    def drop_plan(self):
+        self.in_flight = None
+        self._drop_finished()
+        self.tables.dispatched()
+
+    patch.setattr(Scheduler, "_drop_plan", drop_plan)

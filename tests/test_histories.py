@@ -1,0 +1,103 @@
+"""Pages can be trusted: random lives of an engine, with the audit after every operation.
+
+The driver is for number, Hypothesis for the shortest history that fails, the mutations show that there is power in it.
+"""
+
+import multiprocessing
+import random
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from tests.histories import CONFIGS, WEIGHTS, History, play_history
+from tests.mutations import MUTATIONS
+
+NUM_OPERATIONS = 1_000_000
+HISTORY = 400
+"""Operations in one history."""
+
+
+def play_many(first: int, last: int) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for seed in range(first, last):
+        total += play_history(seed, HISTORY)
+    return total
+
+
+def test_some_histories():
+    total = play_many(10_000_000, 10_000_018)
+    assert total["steps"] > 1000
+    for kind in ("swaps", "recomputes", "evictions", "copies", "cached tokens", "set_weights", "fail"):
+        assert total[kind] > 0, kind
+
+
+@pytest.mark.slow
+def test_a_million_operations_without_a_finding():
+    num_histories, chunk, start = NUM_OPERATIONS // HISTORY, 25, time.monotonic()
+    total: Counter[str] = Counter()
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for part in pool.map(play_many, range(0, num_histories, chunk), range(chunk, num_histories + chunk, chunk)):
+            total += part
+    assert sum(total[name] for name in WEIGHTS) >= NUM_OPERATIONS
+    print(f"\n{num_histories} histories in {time.monotonic() - start:.0f} s: {dict(total)}")
+
+
+class Life(RuleBasedStateMachine):
+    """The same rules, every choice drawn by Hypothesis, so that a failing history shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = History(0, **CONFIGS[0])
+
+    def play(self, name: str, choices: random.Random) -> None:
+        self.history.random = choices
+        self.history.play(name)
+
+    @rule(choices=st.randoms(use_true_random=False))
+    def add(self, choices):
+        self.play("add", choices)
+
+    @rule()
+    def step(self):
+        self.history.play("step")
+
+    @precondition(lambda self: self.history.alive)
+    @rule(
+        name=st.sampled_from(["fork", "abort_one", "abort_request", "abort_in_flight", "preempt", "fail"]),
+        choices=st.randoms(use_true_random=False),
+    )
+    def disturb(self, name, choices):
+        self.play(name, choices)
+
+    @rule(name=st.sampled_from(["evict", "set_weights", "reset", "look"]), choices=st.randoms(use_true_random=False))
+    def meddle(self, name, choices):
+        self.play(name, choices)
+
+    def teardown(self) -> None:
+        self.history.drain()
+
+
+@pytest.mark.slow
+def test_50000_operations_by_hypothesis():
+    run_state_machine_as_test(
+        Life, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None, print_blob=True)
+    )
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_is_found(name, monkeypatch):
+    MUTATIONS[name](monkeypatch)
+    start, seed = time.monotonic(), 0
+    while time.monotonic() - start < 20:
+        try:
+            play_history(seed, HISTORY)
+        except Exception as finding:
+            print(f"\n{name}: history {seed}, {time.monotonic() - start:.2f} s: {type(finding).__name__}: {finding}")
+            return
+        seed += 1
+    pytest.fail(f"{seed} histories did not find it")
