@@ -173,7 +173,15 @@ def test_one_program_serves_every_mix():
     x = logits(2, seed=9)
     run(x, inputs([SamplingParams(temperature=0)] * 2))
     before = jitted._cache_size()
-    for params in ({"top_k": 5}, {"top_p": 0.2}, {"logprobs": 2}, {"min_p": 0.1}, {"min_tokens": 2}):
+    for params in (
+        {"top_k": 5},
+        {"top_p": 0.2},
+        {"logprobs": 2},
+        {"min_p": 0.1},
+        {"min_tokens": 2},
+        {"presence_penalty": 1.0},
+        {"logit_bias": {1: 2.0}},
+    ):
         run(x, inputs([SamplingParams(**params), SamplingParams(temperature=0)]))
     assert jitted._cache_size() == before
 
@@ -200,3 +208,83 @@ def test_a_point_on_the_edge_of_a_tile_never_lands_on_a_token_of_weight_0():
         repeated = np.repeat(weights, 4, axis=0)
         drawn = np.asarray(jax.jit(_draw_tiled)(repeated, uniform))
         assert (repeated[np.arange(256), drawn] > 0).all()
+
+
+SEEN = ((3, 3, 7, 9),)
+"""A row's only page: position 0 is the prompt, the rest is output, but for what lies beyond the position drawn."""
+
+
+def penalised(row: np.ndarray, params: SamplingParams, tokens: list[int], prompt_len: int) -> np.ndarray:
+    """By the book: repetition over prompt and output, presence and frequency over the output."""
+    x = row.astype(np.float64).copy()
+    for token in set(tokens):
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token in set(tokens[prompt_len:]):
+        x[token] -= params.presence_penalty + params.frequency_penalty * tokens[prompt_len:].count(token)
+    return x
+
+
+def by_token(ids, logprobs, i: int, vocab: int = 12) -> np.ndarray:
+    """Log-probabilities of the whole vocabulary, in order, from the alternatives of one sample."""
+    found = np.full(vocab, np.nan)
+    found[np.asarray(ids)[i, 0, :vocab]] = np.asarray(logprobs)[i, 0, :vocab]
+    return found
+
+
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 1.7},
+        {"presence_penalty": 0.8},
+        {"frequency_penalty": -0.6},
+        {"repetition_penalty": 0.5, "presence_penalty": -1.0, "frequency_penalty": 2.0},
+    ],
+    ids=str,
+)
+def test_penalties_are_those_of_the_book_and_only_for_who_asked(penalties):
+    x = logits(2, seed=4, vocab=12)
+    params = SamplingParams(temperature=0.7, seed=5, logprobs=12, **penalties)
+    plain = SamplingParams(temperature=0.7, seed=5, logprobs=12)
+    out = run(x, inputs([params, plain], positions=[3, 3]), SEEN)
+    for i, (one, history) in enumerate([(params, [3, 3, 7]), (plain, [])]):
+        p = expected_distribution(penalised(x[i], one, history, 1).astype(np.float32), one)
+        top = by_token(out.processed_top_ids_SRX, out.processed_top_logprobs_SRX, i)
+        np.testing.assert_allclose(top, np.log(p), atol=2e-5)
+        raw = by_token(out.top_ids_SRX, out.top_logprobs_SRX, i)
+        expected = x[i] - np.log(np.exp(x[i].astype(np.float64)).sum())
+        np.testing.assert_allclose(raw, expected, atol=2e-5)
+
+
+def test_a_bias_moves_a_token_and_min_tokens_still_forbids_the_end():
+    x = logits(3, seed=6)
+    pushed, banned = int(x[0].argmin()), int(x[1].argmax())
+    params = [
+        SamplingParams(temperature=0, logit_bias={pushed: 100.0}),
+        SamplingParams(temperature=0, logit_bias={banned: -100.0, 3: 1.0}),
+        SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 100.0}),
+    ]
+    out = run(x, inputs(params, eos=[5]))
+    assert out.tokens_SR[0, 0] == pushed
+    assert out.tokens_SR[1, 0] not in (banned,)
+    assert out.tokens_SR[2, 0] != 5
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 400, "top_p": 0.95}, {"temperature": 0.0}],
+    ids=str,
+)
+def test_processed_log_probabilities_are_of_what_was_drawn_from(cut):
+    x = logits(1, seed=8)
+    params = SamplingParams(**{"temperature": 1.3, "seed": 3, "logprobs": 20} | cut)
+    out = run(x, inputs([params]))
+    token = int(out.tokens_SR[0, 0])
+    if params.temperature == 0:
+        assert out.processed_logprobs_SR[0, 0] == 0
+        assert np.isneginf(out.processed_top_logprobs_SRX[0, 0, 1:]).all()
+        return
+    p = expected_distribution(x[0], params)
+    np.testing.assert_allclose(out.processed_logprobs_SR[0, 0], np.log(p[token]), atol=3e-5)
+    ids, values = out.processed_top_ids_SRX[0, 0], np.asarray(out.processed_top_logprobs_SRX[0, 0])
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(values, np.log(p[ids]), atol=3e-5)

@@ -1,0 +1,141 @@
+"""Who loses its pages, how, and where they go: exact page ids, no device."""
+
+import pytest
+
+from quire.core.audit import audit
+from quire.core.scheduler import PreemptionCosts
+from quire.request import SequenceState
+from tests.core.fake import Arrivals, result, run, scheduler
+
+
+@pytest.fixture
+def arrive():
+    return Arrivals()
+
+
+def step(s):
+    plan = s.schedule()
+    s.commit(plan, result(plan))
+    audit(s)
+    return plan
+
+
+def swapping(**more):
+    return scheduler(page_size=4, budget=64, preemption="swap", **({"num_pages": 5, "num_host_pages": 8} | more))
+
+
+def test_pages_go_to_the_host_and_come_back_elsewhere(arrive):
+    s = swapping()
+    a, b = arrive(7, 8), arrive(7, 8)
+    s.add(a)
+    s.add(b)
+    step(s)
+    step(s)
+    plan = s.schedule()  # both need a third page, there is none
+    assert b.state is SequenceState.SWAPPED
+    assert plan.operations.swap_outs == [(2, 0), (3, 1)]
+    assert (list(b.host_pages), list(b.pages), b.num_computed) == ([0, 1], [], 8)
+    s.commit(plan, result(plan))
+    audit(s)
+    while a.finish_reason is None:
+        step(s)
+    plan = s.schedule()
+    assert [source for source, _ in plan.operations.swap_ins] == [0, 1]
+    assert [target for _, target in plan.operations.swap_ins] == list(b.pages)[:2]
+    assert [(row.first, row.num_tokens) for row in plan.rows] == [(8, 1)], "nothing is computed again"
+    s.commit(plan, result(plan))
+    run(s)
+    assert (s.num_swaps, s.num_recomputes) == (1, 0)
+    assert (s.tables.allocator.num_free, s.tables.host.num_free) == (5, 8)
+
+
+def test_no_room_on_the_host_means_recompute(arrive):
+    s = swapping(num_host_pages=1)
+    for _ in range(2):
+        s.add(arrive(7, 8))
+    run(s)
+    assert (s.num_swaps, s.num_recomputes) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("costs", "swaps"), [(PreemptionCosts(1e-3, 1e-5), 1), (PreemptionCosts(1e-6, 1e-3), 0), (PreemptionCosts(), 1)]
+)
+def test_auto_takes_what_costs_less(arrive, costs, swaps):
+    s = swapping()
+    s.preemption, s.costs = "auto", costs
+    for _ in range(2):
+        s.add(arrive(7, 8))
+    run(s)
+    assert (s.num_swaps, s.num_recomputes) == (swaps, 1 - swaps)
+
+
+def test_auto_does_not_count_what_a_relative_keeps_alive(arrive):
+    """Eight of a child's nine tokens are its parent's: to compute one again is cheaper than to move three pages."""
+    s = swapping(num_pages=8)
+    s.preemption, s.costs = "auto", PreemptionCosts(seconds_per_token=1, seconds_per_page=1)
+    parent = arrive(8, 8)
+    s.add(parent)
+    step(s)
+    child = s.fork(parent)
+    step(s)
+    assert list(child.pages)[:2] == list(parent.pages)[:2]
+    s.preempt(child)
+    assert child.state is SequenceState.WAITING
+    s.preempt(parent)
+    assert parent.state is SequenceState.SWAPPED
+
+
+def test_lowest_priority_goes_first_then_the_latest_then_the_highest_child(arrive):
+    s = scheduler(num_pages=10, page_size=4, rows=8, budget=64)
+    urgent, family, late = arrive(3, 9, priority=1), arrive(3, 9, n=3), arrive(3, 9)
+    for _ in range(2):
+        family.fork()
+    for one in (urgent, family, late):
+        s.add(one)
+    gone = []
+    while len(gone) < 2:
+        before = list(s.running)
+        step(s)
+        gone += [one for one in reversed(before) if one.state is SequenceState.WAITING]
+    assert gone == [late, family.family[2]]
+
+
+def test_an_abort_before_the_move_takes_the_move_back(arrive):
+    s = swapping(num_pages=8)
+    a, b = arrive(7, 8), arrive(7, 8)
+    s.add(a)
+    s.add(b)
+    step(s)
+    s.preempt(b, swap=True)
+    s.abort(b)
+    assert s.tables.host.num_free == 8
+    assert s.schedule().operations.swap_outs == []
+
+
+def test_the_first_in_order_gets_in_whoever_runs(arrive):
+    s = swapping(num_pages=4)
+    a, b = arrive(7, 8), arrive(7, 8)
+    s.add(a)
+    s.add(b)
+    step(s)
+    s.preempt(a, swap=False)
+    step(s)
+    assert a.state is SequenceState.RUNNING
+
+
+def test_a_request_that_fits_the_length_but_not_the_pool_is_refused_at_once(arrive):
+    """vLLM #39734: such a request blocked its engine for ever."""
+    s = swapping()
+    with pytest.raises(ValueError, match=r"needs 6 pages .* the pool has 5 pages"):
+        s.add(arrive(16, 6))
+
+
+def test_a_full_pool_does_not_thrash(arrive):
+    """vLLM #18115: with the cache full, sequences preempted each other over and over."""
+    s = swapping(num_pages=12, rows=8, num_host_pages=32)
+    sequences = [arrive(8, 24) for _ in range(12)]
+    for one in sequences:
+        s.add(one)
+    run(s)
+    assert all(one.num_output == 24 for one in sequences)
+    assert s.num_preemptions <= 2 * len(sequences)

@@ -1,0 +1,190 @@
+"""Many sequences from one prompt: computed once, shared page by page, each its own from there on."""
+
+import pytest
+
+from quire import SamplingParams
+from quire.core.errors import RequestError
+from quire.request import FinishReason, Request, SequenceState
+from quire.testing import fake_engine
+from tests.tiny import tiny_config, tiny_llm
+
+
+def request(i="r", prompt_len=10, **params) -> Request:
+    return Request(id=str(i), prompt_token_ids=tuple(range(1, 1 + prompt_len)), params=SamplingParams(**params))
+
+
+def engine(**knobs):
+    defaults = {"num_pages": 200, "max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 128, "debug": True}
+    return fake_engine(vocab_size=97, **(defaults | knobs))
+
+
+def test_64_children_of_520_tokens_hold_32_shared_pages_and_their_own():
+    """The prompt's 32 full pages once; each child its copy of the page with the last 8 tokens."""
+    e = engine(page_size=16, num_pages=256, max_num_batched_tokens=512, max_model_len=640)
+    family = e.add(request(prompt_len=520 - 440, n=64, seed=1, max_tokens=9, ignore_eos=True))
+    assert len(family) == 64
+    e.reset()
+    prompt = tuple(i % 90 + 1 for i in range(520))
+    params = SamplingParams(n=64, seed=1, max_tokens=8, ignore_eos=True)
+    family = e.add(Request(id="520", prompt_token_ids=prompt, params=params))
+    for _ in range(2):
+        e.step()
+    assert all(sequence.num_output == 1 for sequence in family), "all drew from the same logits"
+    assert e.stats().computed_tokens == 520
+    before = e.stats().page_copies
+    e.step()
+    stats = e.stats()
+    assert (stats.running, stats.shared_pages, stats.held_pages) == (64, 32, 32 + 64)
+    assert stats.page_copies - before == 63, "all in one step; the first child writes on in the original"
+    assert len({sequence.pages[-1] for sequence in family}) == 64
+    assert stats.computed_tokens == 520 + 64
+    while e.has_work:
+        e.step()
+    assert e.stats().computed_tokens == 520 + 64 * 7
+    assert e.stats().held_pages == 0
+
+
+@pytest.mark.parametrize("n", [2, 7, 40])
+@pytest.mark.parametrize("knobs", [{}, {"max_num_seqs": 3}, {"prefix_cache": False, "max_num_seqs": 5}], ids=str)
+def test_children_draw_what_they_would_draw_alone(n, knobs):
+    """Whether they draw with the first, or start when a row is free."""
+    e = engine(**knobs)
+    params = {"seed": 5, "max_tokens": 6, "ignore_eos": True, "n": n}
+    together = e.add(request("together", **params))
+    while e.has_work:
+        e.step()
+    assert e.stats().held_pages == 0
+    other = engine()
+    alone = other.add(request("alone", **params))
+    for sequence in alone[1:-1]:  # only the first and the last are left
+        other.abort(sequence)
+    while other.has_work:
+        other.step()
+    assert together[-1].tokens == alone[-1].tokens
+    assert together[0].tokens == alone[0].tokens
+    assert len({tuple(sequence.tokens) for sequence in together}) > 1
+
+
+def test_the_prompt_is_computed_once_even_in_chunks_and_when_rows_are_few():
+    e = engine(max_num_seqs=4, max_num_batched_tokens=8)
+    e.add(request(prompt_len=30, n=9, seed=1, max_tokens=2, ignore_eos=True))
+    while e.has_work:
+        e.step()
+    # 30 for the prompt, one for each child's second token; children without a row draw with the first all the same.
+    assert e.stats().computed_tokens <= 30 + 9 + 8 * 3
+
+
+def test_children_end_and_are_aborted_one_by_one():
+    e = engine()
+    a, b, c = e.add(request(n=3, seed=1, max_tokens=50, ignore_eos=True))
+    for _ in range(3):
+        e.step()
+    held = e.stats().held_pages
+    assert e.abort(b) == 1
+    assert e.abort(b) == 0
+    assert (b.state, len(b.pages)) == (SequenceState.FINISHED, 0)
+    assert e.stats().held_pages < held
+    assert {event.sequence for event in e.step()} == {a, c}
+    assert e.abort("r") == 2
+    assert e.stats().held_pages == 0
+
+
+def test_when_the_first_is_aborted_the_next_computes_the_prompt():
+    e = engine(max_num_batched_tokens=64, max_num_seqs=4)
+    e.scheduler.max_num_batched_tokens = 8
+    a, b, c = e.add(request(prompt_len=30, n=3, seed=1, max_tokens=3, ignore_eos=True))
+    e.step()
+    e.abort(a)
+    while e.has_work:
+        e.step()
+    assert (a.num_output, b.num_output, c.num_output) == (0, 3, 3)
+
+
+def test_fork_goes_on_from_the_last_committed_token():
+    e = engine(page_size=4)
+    (parent,) = e.add(request(prompt_len=6, seed=1, max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        e.step()
+    child = e.fork(parent)
+    assert child.tokens == parent.tokens
+    so_far, computed = list(parent.tokens), e.stats().computed_tokens
+    e.step()
+    assert list(child.pages)[:2] == list(parent.pages)[:2], "nine of its ten tokens were computed: two pages are full"
+    assert child.pages[2] != parent.pages[2]
+    assert e.stats().computed_tokens == computed + 2
+    while e.has_work:
+        e.step()
+    assert child.tokens[: len(so_far)] == parent.tokens[: len(so_far)] == so_far
+    assert child.tokens != parent.tokens
+    assert (child.num_output, child.finish_reason) == (20, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("disturb", ["abort", "swap", "recompute"])
+def test_a_fork_survives_whatever_happens_to_its_parent(disturb):
+    def run(disturb):
+        e = engine(page_size=4, num_host_pages=50)
+        (parent,) = e.add(request(prompt_len=6, seed=1, max_tokens=20, ignore_eos=True))
+        for _ in range(4):
+            e.step()
+        child = e.fork(parent)
+        if disturb == "abort":
+            e.abort(parent)
+        elif disturb:
+            e.scheduler.preempt(parent, swap=disturb == "swap")
+        while e.has_work:
+            e.step()
+        return child.tokens
+
+    assert run(disturb) == run(None)
+
+
+def test_what_cannot_be_forked_says_why():
+    e = engine()
+    (sequence,) = e.add(request(max_tokens=2, seed=1))
+    with pytest.raises(RequestError, match="without a token of its own"):
+        e.fork(sequence)
+    while e.has_work:
+        e.step()
+    with pytest.raises(RequestError, match="not alive"):
+        e.fork(sequence)
+
+
+def test_prompt_log_probabilities_are_scored_once_for_the_family():
+    e = engine()
+    family = e.add(request(prompt_len=12, n=3, seed=1, max_tokens=2, prompt_logprobs=True, ignore_eos=True))
+    while e.has_work:
+        e.step()
+    assert all(len(sequence.prompt_logprobs) == 12 for sequence in family)
+    nothing_more = e.add(request("s", prompt_len=12, n=2, max_tokens=0, prompt_logprobs=True))
+    while e.has_work:
+        e.step()
+    assert [sequence.finish_reason for sequence in nothing_more] == [FinishReason.LENGTH] * 2
+
+
+PARAMS = SamplingParams(seed=11, max_tokens=20, top_p=0.9, temperature=0.8, n=6, ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"max_num_seqs": 2},
+        {"num_pages": 19, "preemption": "swap", "num_host_pages": 100},
+        {"num_pages": 19, "preemption": "recompute"},
+        {"prefix_cache": False, "max_num_batched_tokens": 8},
+    ],
+    ids=str,
+)
+def test_a_family_on_the_real_device_is_the_same_however_it_is_run(knobs):
+    prompt = [(7 * i) % 90 + 1 for i in range(30)]
+    with tiny_llm(tiny_config(eos_ids=()), debug=True) as llm:
+        ample = [out.token_ids for out in llm.generate([prompt], PARAMS, progress=False)[0].outputs]
+        again = llm.generate([prompt], PARAMS, progress=False)[0]
+        assert [out.token_ids for out in again.outputs] == ample
+        assert again.num_cached_tokens == 28
+    with tiny_llm(tiny_config(eos_ids=()), debug=True, **knobs) as llm:
+        assert [out.token_ids for out in llm.generate([prompt], PARAMS, progress=False)[0].outputs] == ample
+        stats = llm.engine.stats()
+        assert (stats.held_pages, stats.compiles_after_warmup) == (0, 0)
+        if "num_pages" in knobs:
+            assert stats.preemptions > 0
