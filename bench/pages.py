@@ -91,7 +91,7 @@ def overload(model: str, repeats: int) -> None:
     prompts = [prompt(rng, prompt_len) for _ in range(num)]
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     knobs = KNOBS | {"max_model_len": 256}
-    for preemption in ("auto", "swap", "recompute"):
+    for preemption in ("auto", "recompute"):
         with (
             LLM(model, num_pages=small_pool, num_host_pages=1024, preemption=preemption, **knobs) as small,
             LLM(model, num_pages=num * pages_each, max_num_seqs=rows, **knobs) as ample,
@@ -129,7 +129,7 @@ def cost(model: str, repeats: int) -> None:
 def weights(model: str, repeats: int) -> None:
     """set_weights, against a plain copy of the same bytes."""
     with LLM(model, **KNOBS) as llm:
-        params = jax.tree.map(np.asarray, llm.engine.runner._params)
+        params = jax.tree.map(np.array, llm.engine.runner._params)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         llm.engine.add(Request(id="r", prompt_token_ids=(1, 2, 3), params=SamplingParams(max_tokens=500)))
         ours, theirs = [], []

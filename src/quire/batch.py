@@ -6,6 +6,7 @@ destination    page_table[position // page_size] * page_size + position % page_s
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from quire.device.inputs import INVALID, MAX_BIASES, BatchLayout, PageCommands, 
 
 MIN_ROWS = 4
 """On a CPU a matmul with fewer rows is several times slower than one with four."""
+MIN_HALFWAY_ROWS = 16
+"""From here on a step that is padded to twice its rows costs enough to have a program for halfway."""
 MIN_MIXED_TOKENS = 32
 MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
 
@@ -25,6 +28,9 @@ def step_shapes(config: EngineConfig) -> list[StepShape]:
     most_rows, most_tokens = max(config.max_num_seqs, MIN_ROWS), max(config.max_num_batched_tokens, MIN_ROWS)
     most_samples = max(config.max_num_samples, MIN_ROWS)
     rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
+    halfway = [low + (high - low) // 2 for low, high in pairwise(rows) if low >= MIN_HALFWAY_ROWS]
+    if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:
+        rows = sorted(rows + halfway)
     tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
     decode = [StepShape(n, n, n, decode=True) for n in rows]
     return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]

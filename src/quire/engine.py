@@ -253,13 +253,13 @@ class Engine:
 
     @contextmanager
     def _timed(self, plan: StepPlan) -> Iterator[None]:
-        """Learn from a step without page moves what computing a token costs: that decides how to preempt."""
+        """Learn from steps that are mostly prompt what computing a token costs: that decides how to preempt."""
         start = self._clock()
         yield
-        moves = plan.operations
-        if plan.num_tokens > len(plan.rows) and not (moves.swap_outs or moves.swap_ins):
+        if plan.num_tokens > max(2 * len(plan.rows), self.config.max_num_batched_tokens // 2):
             costs, seconds = self.scheduler.costs, (self._clock() - start) / plan.num_tokens
-            costs.seconds_per_token += SMOOTHING * (seconds - costs.seconds_per_token)
+            before = seconds if costs.seconds_per_token is None else costs.seconds_per_token
+            costs.seconds_per_token = before + SMOOTHING * (seconds - before)
 
     @property
     def has_work(self) -> bool:
@@ -355,6 +355,8 @@ class Engine:
     def abort(self, target: str | Sequence) -> int:
         """End a sequence, or every sequence of a request, now; returns how many were still alive."""
         if isinstance(target, Sequence):
+            if target not in self._requests.get(target.request.id, ()):
+                return 0
             ended = int(self.scheduler.abort(target))
             self._forget_finished([target.request.id])
             return ended

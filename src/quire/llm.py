@@ -170,20 +170,27 @@ class LLM:
                     _advance(bar, len(sequences) - len(alive), len(sequences))
         return [_request_output(group) for group in groups]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[TextChunk]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[TextChunk]:
         """Continue one prompt, handing out text as it becomes certain. Leaving the loop early aborts the request."""
         prompts = _prompt_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, {len(prompts)} were given; generate takes many")
-        (request,) = self._requests(prompts, params)
+        (request,) = self._requests(prompts, params, cache_salt)
         self.engine.check(request)
         return self._stream(request)
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, progress: bool = False
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        progress: bool = False,
     ) -> RequestOutput:
         """Answer a conversation, rendered by the model's own chat template."""
-        return self.generate([self.chat_prompt(messages)], params, progress=progress)[0]
+        return self.generate([self.chat_prompt(messages)], params, cache_salt=cache_salt, progress=progress)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""

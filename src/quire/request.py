@@ -28,6 +28,8 @@ MAX_STOPS = 64
 MAX_STOP_LEN = 4096
 """Characters and ids of all stops of a request together."""
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PRIORITY = 1 << 31
+MAX_SALT_LEN = 1024
 
 
 class FinishReason(StrEnum):
@@ -167,6 +169,11 @@ class Request:
     """Higher runs first; the same priority runs in order of arrival."""
     cache_salt: str = ""
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
+
+    def __post_init__(self) -> None:
+        check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
+            raise ValueError(f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters")
 
 
 Version = int | str

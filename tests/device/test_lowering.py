@@ -1,7 +1,9 @@
 """No accelerator is at hand, so that every program lowers for one is what can be checked: nothing here is CPU-only."""
 
+import numpy as np
 import pytest
 
+from quire.device import kv_cache
 from tests.tiny import tiny_config, tiny_llm
 
 
@@ -15,3 +17,13 @@ def test_every_program_lowers_for_an_accelerator(platform, dtype):
             text = runner.trace(shape).lower(lowering_platforms=(platform,)).as_text()
             assert "stablehlo.while" in text
             assert "cpu" not in text.lower(), "no call that only a CPU knows"
+        pages, cache = np.zeros(8, np.int32), runner._cache
+        content = kv_cache.HostPages(cache, 8).load(pages)
+        for program, args in (
+            (kv_cache.copy_pages, (pages, pages)),
+            (kv_cache.poison_pages, (pages,)),
+            (kv_cache.read_pages, (pages,)),
+            (kv_cache.write_pages, (pages, content)),
+        ):
+            text = program.trace(cache, *args).lower(lowering_platforms=(platform,)).as_text()
+            assert "cpu" not in text.lower()

@@ -92,16 +92,17 @@ class PageTables:
             return Beginning(pages, sequence.num_computed, num_published=len(pages))
         if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
             return Beginning([], 0)
-        most = len(sequence.tokens) - 1
-        pages = self._match(sequence, most)
-        found = Beginning(pages, len(pages) * self.page_size, num_published=len(pages))
+        most, common = len(sequence.tokens) - 1, 0
         relative = self._relative(sequence, unwritten)
-        if relative is None:
-            return found
-        common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
-        common = min(most, common, relative.num_computed)
-        if common <= found.num_tokens:
-            return found
+        if relative is not None:
+            common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
+            if not sequence.page_hashes:  # a family hashes its prompt once
+                sequence.hash_root = relative.hash_root
+                sequence.page_hashes = relative.page_hashes[: common // self.page_size]
+            common = min(most, common, relative.num_computed)
+        pages = self._match(sequence, most)
+        if relative is None or common <= len(pages) * self.page_size:
+            return Beginning(pages, len(pages) * self.page_size, num_published=len(pages))
         num_full = common // self.page_size
         return Beginning(
             relative.pages[:num_full].tolist(),

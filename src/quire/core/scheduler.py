@@ -26,10 +26,10 @@ from quire.request import FinishReason, Sequence, SequenceState, TokenEvent, Tok
 
 @dataclass(slots=True)
 class PreemptionCosts:
-    """What giving up pages costs, as far as it is known. Until anything is measured swapping counts as free."""
+    """What giving up pages costs, as far as it is known."""
 
-    seconds_per_token: float = 1.0
-    """To compute one position again."""
+    seconds_per_token: float | None = None
+    """To compute one position again; until it has been measured, swapping counts as cheaper."""
     seconds_per_page: float = 0.0
     """To move one page to the host or back."""
 
@@ -276,8 +276,8 @@ class Scheduler:
 
     def _prefers_swap(self, victim: Sequence) -> bool:
         """Whether moving a sequence's pages out and in again costs less than computing what would be lost."""
-        if self.preemption != "auto":
-            return self.preemption == "swap"
+        if self.preemption != "auto" or self.costs.seconds_per_token is None:
+            return self.preemption != "recompute"
         num_kept = 0  # pages at its beginning that somebody else keeps alive
         for page in victim.pages:
             if self.tables.num_holders(page) == 1:
