@@ -118,11 +118,11 @@ def cost(model: str, repeats: int) -> None:
         ours, theirs = [], []
         for i in range(repeats + 1):
             prompts = [prompt(rng, 64) for _ in range(64)]
-            a = seconds(lambda prompts=prompts: on.generate(prompts, params, progress=False))
-            b = seconds(lambda prompts=prompts: off.generate(prompts, params, progress=False))
-            if i:
-                ours.append(a)
-                theirs.append(b)
+            sides = [(on, ours), (off, theirs)]
+            for llm, times in sides if i % 2 else reversed(sides):
+                took = seconds(lambda llm=llm, prompts=prompts: llm.generate(prompts, params, progress=False))
+                if i:
+                    times.append(took)
         report("prefix cache without a hit, on / off", ours, theirs, f"{on.engine.stats().cached_tokens} tokens found")
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 def busy(num_running: int, num_waiting: int):
     """A scheduler with so many decoding and so many waiting, over a million pages."""
     arrive = Arrivals()
-    s = scheduler(num_pages=1_000_000, page_size=16, rows=num_running, budget=2 * num_running)
+    s = scheduler(prefix_cache=True, num_pages=1_000_000, page_size=16, rows=num_running, budget=2 * num_running)
     for _ in range(num_running):
         s.add(arrive(2, 100_000))
     while any(len(x.tokens) == 2 for x in s.running) or len(s.running) < num_running:

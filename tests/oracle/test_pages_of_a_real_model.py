@@ -43,7 +43,7 @@ def alone(smollm2_gguf: Path):
         params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, n=4)
         results["family"] = []
         for index in range(4):  # one child at a time: the others are aborted before they start
-            family = llm.engine.add(Request(id=f"f{index}", prompt_token_ids=tuple(prompts[3]), params=params))
+            family = llm.engine.add(Request(id=f"f{index}", prompt_token_ids=tuple(prompts[4]), params=params))
             for sequence in family:
                 if sequence.index != index:
                     llm.engine.abort(sequence)
@@ -82,11 +82,11 @@ def test_batched_chunked_cached_preempted_and_forked_equal_alone(smollm2_gguf, a
             compare(answers(llm, prompts, params), expected[kind], label)
             compare(answers(llm, prompts, params), expected[kind], f"again, {label}")
         params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, n=4)
-        family = llm.generate([prompts[3]], params, progress=False)[0]
+        family = llm.generate([prompts[4]], params, progress=False)[0]
         assert [out.token_ids for out in family.outputs] == expected["family"]
         stats = llm.engine.stats()
         assert (stats.held_pages, stats.compiles_after_warmup) == (0, 0)
-        assert (stats.cached_tokens > 0) == (knobs.get("prefix_cache", True) or stats.page_copies > 0)
+        assert stats.cached_tokens >= 3 * len(prompts[4]) // 16 * 16, "the children did not compute the prompt again"
         if small:
             assert stats.preemptions >= 2 * len(prompts)
 
