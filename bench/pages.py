@@ -92,8 +92,9 @@ def overload(model: str, repeats: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     knobs = KNOBS | {"max_model_len": 256}
     for preemption in ("auto", "recompute"):
+        host = {"num_host_pages": 1024} if preemption == "auto" else {}
         with (
-            LLM(model, num_pages=small_pool, num_host_pages=1024, preemption=preemption, **knobs) as small,
+            LLM(model, num_pages=small_pool, preemption=preemption, **knobs | host) as small,
             LLM(model, num_pages=num * pages_each, max_num_seqs=rows, **knobs) as ample,
         ):
             ours, theirs, outputs = [], [], {}

@@ -13,7 +13,7 @@ from quire.testing import FakeRunner, InjectedError, fake_engine, hash_step, nex
 VOCAB = 11
 ROOTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 4, 5, 2]]
 """Prompts begin like these, so that they meet in the prefix cache."""
-PATIENCE = 12
+PATIENCE = 2
 """Steps in which the first in order must get on, at the latest."""
 
 WEIGHTS = {
@@ -45,7 +45,7 @@ class History:
         self.mixed: set[str] = set()
         """Requests whose KV may come from two versions: their tokens are not foretold, only their pages checked."""
         self.num_requests = 0
-        self.stuck: tuple[Sequence | None, int, int] = (None, 0, 0)
+        self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
 
     @property
@@ -111,21 +111,32 @@ class History:
             return
         if had_work and self.runner.num_runs == runs_before:
             raise MismatchError("there is work and nothing runs")
-        for sequence, token_ids, _ in events:
+        for sequence, token_ids, reason in events:
             for i in range(len(token_ids)):
                 self.expect(sequence, len(sequence.tokens) - len(token_ids) + i)
+            if token_ids and sequence.weight_versions[-1] != self.engine.scheduler.tables.weights.version:
+                raise MismatchError(f"{sequence.request.id}/{sequence.index}: a token of another version")
+            if reason:
+                self.expect_whole(sequence)
         self.forget_finished()
         if first is not None and first.state is not SequenceState.FINISHED:
             self.watch(first, before != (first.num_computed, len(first.tokens)))
 
     def watch(self, first: Sequence, advanced: bool) -> None:
-        """The first in order always advances, sooner or later."""
-        sequence, patience, _ = self.stuck
-        if sequence is not first or advanced:
-            patience = PATIENCE
-        self.stuck = (first, patience - 1, 0)
-        if patience == 0:
+        """The first in order always advances."""
+        before, steps = self.stuck
+        steps = 0 if advanced or first is not before else steps + 1
+        self.stuck = (first, steps)
+        if steps >= PATIENCE:
             raise MismatchError(f"{first.request.id}/{first.index} is first in order and does not advance")
+
+    def expect_whole(self, sequence: Sequence) -> None:
+        """Nothing that was asked for is missing from a sequence that has ended by itself."""
+        scored = sequence.prompt_len if sequence.params.prompt_logprobs else 1
+        if len(sequence.prompt_logprobs) != scored or len(sequence.weight_versions) != sequence.num_output:
+            raise MismatchError(
+                f"{sequence.request.id}/{sequence.index}: {len(sequence.prompt_logprobs)} tokens scored"
+            )
 
     def expect(self, sequence: Sequence, position: int) -> None:
         """The token at a position follows from those before it."""
@@ -223,7 +234,7 @@ class History:
 CONFIGS = [
     {},
     {"preemption": "swap", "num_host_pages": 3},
-    {"preemption": "recompute", "page_size": 4, "num_pages": 7},
+    {"preemption": "recompute", "page_size": 4, "num_pages": 7, "num_host_pages": 0},
     {"prefix_cache": False, "page_size": 1, "num_pages": 22, "num_host_pages": 20},
     {"debug": True, "max_num_seqs": 6, "max_num_batched_tokens": 6, "page_size": 3, "num_pages": 10},
     {"page_size": 2, "num_pages": 40, "max_num_seqs": 8, "max_num_batched_tokens": 24},

@@ -45,21 +45,21 @@ def publish_a_hash_early(patch):
     add = Planner.add
     tables = None
 
-    def admit(self, planner):
+    def admit(self, planner, promised):
         nonlocal tables
         tables = self.tables
-        original_admit(self, planner)
+        return original_admit(self, planner, promised)
 
-    original_admit = Scheduler._admit
+    original_admit = Scheduler._admit_head
 
     def add_and_publish(self, sequence, num_tokens, unborn=()):
         add(self, sequence, num_tokens, unborn)
         if tables and sequence.num_computed == 0:
-            sequence.kv_version, sequence.num_computed = tables.version, num_tokens
+            sequence.kv_weights, sequence.num_computed = tables.weights, num_tokens
             tables.publish(sequence)
             sequence.num_computed = 0
 
-    patch.setattr(Scheduler, "_admit", admit)
+    patch.setattr(Scheduler, "_admit_head", admit)
     patch.setattr(Planner, "add", add_and_publish)
 
 
@@ -132,7 +132,7 @@ def forget_the_copies(patch):
 def leave_the_version_out_of_the_hash(patch):
     """Pages of the weights before are found after a weight change."""
     hashes = PrefixCache.hashes
-    patch.setattr(PrefixCache, "hashes", lambda self, sequence, version, count: hashes(self, sequence, 0, count))
+    patch.setattr(PrefixCache, "hashes", lambda self, sequence, weights, count: hashes(self, sequence, (0, 0), count))
 
 
 @mutation
@@ -141,7 +141,7 @@ def leave_the_salt_out_of_the_hash(patch):
     import quire.core.prefix_cache as module
 
     root = module.page_root.__wrapped__
-    patch.setattr(module, "page_root", lambda size, salt, version: root(size, "", version))
+    patch.setattr(module, "page_root", lambda size, salt, weights: root(size, "", weights))
 
 
 @mutation
@@ -151,9 +151,9 @@ def publish_two_versions(patch):
 
     def publish_always(self, sequence):
         if sequence.num_computed:
-            before, sequence.kv_version = sequence.kv_version, self.version
+            before, sequence.kv_weights = sequence.kv_weights, self.weights
             publish(self, sequence)
-            sequence.kv_version = before
+            sequence.kv_weights = before
 
     patch.setattr(PageTables, "publish", publish_always)
 
@@ -197,9 +197,23 @@ def copy_from_the_unwritten(patch):
 def believe_a_swap_that_failed(patch):
     """After a step that failed, host pages that it was to fill count as filled."""
 
-    def drop_plan(self):
-        self.in_flight = None
-        self._drop_finished()
-        self.tables.dispatched()
+    patch.setattr(Scheduler, "lose_pending_swaps", lambda self: self.tables.dispatched())
 
-    patch.setattr(Scheduler, "_drop_plan", drop_plan)
+
+@mutation
+def never_make_room_for_the_head(patch):
+    """Whoever is first in order waits until somebody ends."""
+    patch.setattr(Scheduler, "_make_room_for_head", lambda self: None)
+
+
+@mutation
+def drop_the_last_score(patch):
+    """The log-probability of the last prompt token is never asked for."""
+    add = Planner.add
+
+    def add_less(self, sequence, num_tokens, unborn=()):
+        add(self, sequence, num_tokens, unborn)
+        last = sequence.prompt_len - 1
+        self.plan.samples = [s for s in self.plan.samples if s.target is None or s.position != last or last < 3]
+
+    patch.setattr(Planner, "add", add_less)

@@ -78,7 +78,7 @@ def signature(history: History) -> tuple:
             *(
                 s.num_computed,
                 s.num_published,
-                s.kv_version,
+                s.kv_weights,
                 s.parent and s.parent.index,
                 s.num_inherited,
                 s.num_failures,
@@ -89,7 +89,7 @@ def signature(history: History) -> tuple:
         *(tuple(map(one, history.alive)), history.num_requests, tuple(one(s) for s in scheduler.running)),
         tuple(sorted(map(one, scheduler.waiting))),
         tuple((key, tuple(map(one, value))) for key, value in scheduler.unborn.items()),
-        *(tuple(tables.allocator._free), tuple(tables.allocator._refcounts), tables.version),
+        *(tuple(tables.allocator._free), tuple(tables.allocator._refcounts), tables.weights),
         *(tuple(tables.host._free) if tables.host else (), tuple(cache._page_of.items()), tuple(cache._idle)),
         *(tuple(tables._operations.swap_outs), tuple(map(tuple, history.runner._pages)), frozenset(history.mixed)),
     )

@@ -5,7 +5,7 @@ import pytest
 from quire import SamplingParams
 from quire.core.errors import RequestError
 from quire.request import FinishReason, Request, SequenceState
-from quire.testing import fake_engine
+from quire.testing import InjectedError, fake_engine
 from tests.tiny import tiny_config, tiny_llm
 
 
@@ -21,9 +21,6 @@ def engine(**knobs):
 def test_64_children_of_520_tokens_hold_32_shared_pages_and_their_own():
     """The prompt's 32 full pages once; each child its copy of the page with the last 8 tokens."""
     e = engine(page_size=16, num_pages=256, max_num_batched_tokens=512, max_model_len=640)
-    family = e.add(request(prompt_len=520 - 440, n=64, seed=1, max_tokens=9, ignore_eos=True))
-    assert len(family) == 64
-    e.reset()
     prompt = tuple(i % 90 + 1 for i in range(520))
     params = SamplingParams(n=64, seed=1, max_tokens=8, ignore_eos=True)
     family = e.add(Request(id="520", prompt_token_ids=prompt, params=params))
@@ -70,8 +67,9 @@ def test_the_prompt_is_computed_once_even_in_chunks_and_when_rows_are_few():
     e.add(request(prompt_len=30, n=9, seed=1, max_tokens=2, ignore_eos=True))
     while e.has_work:
         e.step()
-    # 30 for the prompt, one for each child's second token; children without a row draw with the first all the same.
-    assert e.stats().computed_tokens <= 30 + 9 + 8 * 3
+    # 30 for the prompt and one for each child's second token. Who starts when nobody of the family runs finds the 28
+    # tokens of full pages, and computes two more.
+    assert e.stats().computed_tokens <= 30 + 9 + 2 * 5
 
 
 def test_children_end_and_are_aborted_one_by_one():
@@ -147,6 +145,34 @@ def test_what_cannot_be_forked_says_why():
         e.step()
     with pytest.raises(RequestError, match="not alive"):
         e.fork(sequence)
+
+
+def test_forks_that_have_ended_are_forgotten():
+    """Tree search on one request for days: what is pruned leaves nothing behind."""
+    e = engine()
+    (root,) = e.add(request(seed=1, max_tokens=60, ignore_eos=True))
+    e.step()
+    indices = set()
+    for _ in range(50):
+        child = e.fork(root)
+        e.step()
+        indices.add(child.index)
+        e.abort(child)
+    assert len(indices) == 50, "no two draw alike"
+    assert root.family == [root]
+    assert e.abort("r") == 1
+
+
+def test_a_request_that_fails_twice_on_the_device_ends_with_its_unborn():
+    e = engine(max_num_batched_tokens=64)
+    family = e.add(request(prompt_len=10, n=8, seed=1, max_tokens=3))
+    for _ in range(2):
+        e.runner.fail_next = "inside"
+        with pytest.raises(InjectedError):
+            e.step()
+    assert [sequence.finish_reason for sequence in family] == [FinishReason.ABORT] * 8
+    assert not e.has_work
+    e.audit()
 
 
 def test_prompt_log_probabilities_are_scored_once_for_the_family():

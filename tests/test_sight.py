@@ -62,7 +62,7 @@ def test_the_seeds_checks_are_readings():
     stats = engine.stats()
     assert stats.free_pages + stats.cached_pages + stats.held_pages == stats.num_pages
     assert stats.table_pages == stats.expected_table_pages == sum(len(s.pages) for s in engine.scheduler.running)
-    assert (stats.min_refcount, stats.max_refcount, stats.finished_holding_pages) == (0, 3, 0)
+    assert (stats.min_refcount, stats.max_refcount, stats.leaked_pages) == (0, 3, 0)
     assert (stats.swapped, stats.num_host_pages - stats.free_host_pages) == (1, 2)
     engine.reset()
     stats = engine.stats()
@@ -113,6 +113,27 @@ def test_the_audit_finds_damage(damage):
     damage(engine)
     with pytest.raises(AuditError, match=r"page|sequence"):
         engine.audit()
+
+
+def test_a_leak_shows_in_the_readings():
+    engine = engine_with_everything()
+    held = engine.scheduler.tables.allocator.allocate(2)
+    assert engine.stats().leaked_pages == 2
+    engine.scheduler.tables.allocator.release(held)
+    assert engine.stats().leaked_pages == 0
+
+
+def test_zeroing_loses_nothing_that_is_on_its_way_to_the_host():
+    engine = fake_engine(vocab_size=50)
+    (sequence,) = engine.add(request("r", range(1, 7)))
+    engine.step()
+    engine.step()
+    engine.scheduler.preempt(sequence, swap=True)
+    engine.zero_cache()
+    engine.audit()
+    while engine.has_work:
+        engine.step()
+    assert sequence.num_output == 20
 
 
 def test_zeroing_is_explicit_and_only_when_nothing_is_held():

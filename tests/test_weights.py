@@ -40,7 +40,7 @@ def test_after_a_change_tokens_are_those_of_the_new_weights_and_no_old_page_is_f
     assert generate(llm).num_cached_tokens == 20
     llm.engine.set_weights(tiny_params(tiny_config()), version=0)
     back = generate(llm)
-    assert (back.num_cached_tokens, back.outputs[0].token_ids) == (20, old.outputs[0].token_ids)
+    assert (back.num_cached_tokens, back.outputs[0].token_ids) == (0, old.outputs[0].token_ids)
     assert llm.engine.stats().compiles_after_warmup == 0
 
 
@@ -105,8 +105,7 @@ def test_numpy_arrays_stay_the_callers_too(llm):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 0}, "version=0 is what runs already"),
-        ({"version": 1.5}, "version=1.5 must be a number or a string"),
+        ({"version": 1.5}, "version=1.5 must be a whole number or a string"),
         ({"version": 1, "running": "stop"}, "running='stop' must be keep, recompute or abort"),
     ],
 )
@@ -123,3 +122,19 @@ def test_weights_of_another_shape_are_refused_by_name(llm):
     with pytest.raises(ValueError, match=r"params\['norm'\] is float32\[5\]"):
         llm.engine.set_weights(params, version=1)
     assert llm.engine.stats().weight_version == 0
+
+
+def test_a_request_that_has_begun_is_aborted_whole(llm):
+    engine = llm.engine
+    params = SamplingParams(n=3, max_tokens=8, seed=1)
+    family = engine.add(Request(id="r", prompt_token_ids=tuple(PROMPT * 3), params=params))
+    engine.step()  # 32 of 63 tokens: nobody has drawn
+    assert set(engine.set_weights(other_params(), version=0, running="abort")) == set(family)
+    assert not engine.has_work
+
+
+def test_a_name_used_again_for_other_weights_finds_none_of_their_pages(llm):
+    for version in (0, "policy", "policy", "ref", "policy", np.int64(5)):
+        llm.engine.set_weights(other_params(), version=version)
+        assert generate(llm).num_cached_tokens == 0
+    assert llm.engine.stats().weight_version == 5

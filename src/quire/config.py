@@ -41,7 +41,7 @@ class EngineConfig:
 
     memory_budget: int | None = _knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
     num_host_pages: int | None = _knob(
-        None, "KV pages in host memory for swapped sequences; by default half of num_pages", expert=True
+        None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
     attention: str = _knob("xla", "attention backend: xla, or reference (slow, readable)", expert=True)
     compile_cache: str | None = _knob(
@@ -65,6 +65,11 @@ class EngineConfig:
                 check_whole(name, getattr(self, name), 1, top)
         if self.num_host_pages is not None:
             check_whole("num_host_pages", self.num_host_pages, 0, MAX_PAGES)
+            if self.preemption == ("recompute" if self.num_host_pages else "swap"):
+                raise ValueError(
+                    f"preemption={self.preemption!r} with num_host_pages={self.num_host_pages}: swapping needs host "
+                    "pages, recomputing none; change one of the two"
+                )
         for name in ("prefix_cache", "debug", "fail_on_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")

@@ -27,7 +27,7 @@ from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan, StepResult
 from quire.core.scheduler import Scheduler
 from quire.device.inputs import StepInputs
-from quire.device.memory import default_pool_bytes
+from quire.device.memory import default_host_bytes, default_pool_bytes
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.request import Request, Sequence, TokenEvent, Version
@@ -79,7 +79,8 @@ class Handle(Protocol):
 class Runner(Protocol):
     """The one door to device state: a `ModelRunner`, or `quire.testing.FakeRunner` where there is no device."""
 
-    seconds_per_page: float
+    seconds_per_move: float
+    pages_per_move: int
     num_compiles: int
 
     @property
@@ -148,9 +149,7 @@ class Engine:
         self._clock = clock
         mesh = mesh or make_mesh()
         num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len, mesh)
-        num_host_pages = num_pages // 2 if config.num_host_pages is None else config.num_host_pages
-        if config.preemption == "recompute":
-            num_host_pages = 0
+        num_host_pages = _host_pages(config, model, num_pages)
         pages_per_row = min(-(-self.max_model_len // config.page_size), num_pages)
         shapes = step_shapes(config)
         tables = PageTables(
@@ -190,7 +189,8 @@ class Engine:
             )
             runner.warm_up(progress)
         self.runner = runner
-        self.scheduler.costs.seconds_per_page = runner.seconds_per_page
+        self.scheduler.costs.seconds_per_move = runner.seconds_per_move
+        self.scheduler.costs.pages_per_move = runner.pages_per_move
         self._requests: dict[str, list[Sequence]] = {}
         """Those with a sequence alive."""
         self._to_abort: deque[str] = deque()
@@ -253,10 +253,10 @@ class Engine:
 
     @contextmanager
     def _timed(self, plan: StepPlan) -> Iterator[None]:
-        """Learn from steps that are mostly prompt what computing a token costs: that decides how to preempt."""
+        """Learn from steps with prompts in them what computing a token costs: that decides how to preempt."""
         start = self._clock()
         yield
-        if plan.num_tokens > max(2 * len(plan.rows), self.config.max_num_batched_tokens // 2):
+        if plan.num_tokens > 2 * len(plan.rows):
             costs, seconds = self.scheduler.costs, (self._clock() - start) / plan.num_tokens
             before = seconds if costs.seconds_per_token is None else costs.seconds_per_token
             costs.seconds_per_token = before + SMOOTHING * (seconds - before)
@@ -298,6 +298,8 @@ class Engine:
 
         It draws with an index of its own, shares every full page while this one runs, and ends or is aborted alone.
         """
+        if not isinstance(sequence, Sequence):
+            raise RequestError(f"{sequence!r} must be a Sequence, as add() returns them")
         if sequence not in self._requests.get(sequence.request.id, ()):
             raise RequestError(f"sequence {sequence.request.id}/{sequence.index} is not alive in this engine")
         return self.scheduler.fork(sequence)
@@ -353,14 +355,19 @@ class Engine:
 
     @_owner_only
     def abort(self, target: str | Sequence) -> int:
-        """End a sequence, or every sequence of a request, now; returns how many were still alive."""
+        """End a sequence, or every sequence of a request, now; returns how many were still alive.
+
+        They end without an event: their `finish_reason` says so.
+        """
+        if not isinstance(target, str | Sequence):
+            raise ValueError(f"{target!r} must be a request id or a sequence")
         if isinstance(target, Sequence):
             if target not in self._requests.get(target.request.id, ()):
                 return 0
             ended = int(self.scheduler.abort(target))
             self._forget_finished([target.request.id])
             return ended
-        return sum(self.scheduler.abort(sequence) for sequence in self._requests.pop(target, ()))
+        return sum(self.scheduler.abort(sequence) for sequence in list(self._requests.pop(target, ())))
 
     def abort_soon(self, request_id: str) -> None:
         """The same before the next step; the one call that any thread may make."""
@@ -372,8 +379,6 @@ class Engine:
         self._requests.clear()
         return self.scheduler.reset()
 
-    # -- sight ---------------------------------------------------------------------------------------------------
-
     # -- weights and pages ---------------------------------------------------------------------------------------
 
     @_owner_only
@@ -382,16 +387,15 @@ class Engine:
     ) -> list[Sequence]:
         """Compute with other weights of the same shape from the next step on; nothing is compiled or rebuilt.
 
-        A version is the name of these weights: on every token, and in the key of every cached page. Sequences that
-        have begun keep the KV they have, have all of it computed again, or are aborted (those are returned). The
-        arrays are copied, so that a training step may go on and donate its own.
+        A version is what you call these weights: it is on every token. Pages of other weights are never found again,
+        whatever they were called. Requests that have begun keep the KV they have, have all of it computed again, or
+        are aborted (their sequences are returned). The arrays are copied: a training step may go on and donate its own.
         """
         if running not in ("keep", "recompute", "abort"):
             raise ValueError(f"running={running!r} must be keep, recompute or abort")
+        version = version.item() if hasattr(version, "item") else version  # pyright: ignore
         if isinstance(version, bool) or not isinstance(version, int | str):
-            raise ValueError(f"version={version!r} must be a number or a string")
-        if version == self.scheduler.tables.version:
-            raise ValueError(f"version={version!r} is what runs already; other weights need a name of their own")
+            raise ValueError(f"version={version!r} must be a whole number or a string")
         self.runner.set_weights(params)
         aborted = self.scheduler.set_version(version, running)
         self._forget_finished(sequence.request.id for sequence in aborted)
@@ -407,6 +411,7 @@ class Engine:
         """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
         if self.scheduler.running:
             raise RuntimeError(f"{len(self.scheduler.running)} sequences hold pages; abort them, or reset() first")
+        self.scheduler.lose_pending_swaps()
         self.clear_prefix_cache()
         self.runner.zero()
 
@@ -435,7 +440,7 @@ class Engine:
             computed_tokens=self._computed_tokens,
             generated_tokens=self._generated_tokens,
             page_copies=self._page_copies,
-            weight_version=tables.version,
+            weight_version=tables.weights.version,
             programs=self.runner.num_programs,
             compiles_after_warmup=self.runner.num_compiles,
         )
@@ -474,6 +479,16 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_len:
         raise ValueError(f"max_model_len={config.max_model_len} is more than the model's own {model.max_len}")
     return config.max_model_len
+
+
+def _host_pages(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
+    """Half as many as on the device, in at most a share of the memory the host has free; none if nobody swaps."""
+    if config.preemption == "recompute":
+        return 0
+    if config.num_host_pages is not None:
+        return config.num_host_pages
+    page_bytes = config.page_size * model.kv_bytes_per_token(jnp.dtype(config.dtype).itemsize)
+    return min(num_pages // 2, default_host_bytes() // page_bytes)
 
 
 def _pages_in_budget(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> int:

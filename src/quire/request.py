@@ -171,13 +171,23 @@ class Request:
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise ValueError(f"id={self.id!r} must be a string")
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             raise ValueError(f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters")
 
 
 Version = int | str
-"""What a set of weights is called. One name, one set of weights: pages of a version are reused under its name."""
+"""What the owner of a set of weights calls it."""
+
+
+class Weights(NamedTuple):
+    """Which weights compute. Every change makes others, even under a name that was there before."""
+
+    version: Version
+    change: int
+    """How often weights had been set before."""
 
 
 class TokenLogprob(NamedTuple):
@@ -221,9 +231,9 @@ class Sequence:
 
     __slots__ = (
         "arrival", "eos_ids", "family", "finish_reason", "has_stop_strings", "hash_root", "host_pages", "index",
-        "kv_version", "logprobs", "max_tokens", "num_cached_tokens", "num_computed", "num_failures", "num_inherited",
-        "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent", "preemptions", "priority",
-        "prompt_len", "prompt_logprobs", "request", "seed", "state", "text", "tokens", "weight_versions",
+        "kv_weights", "logprobs", "max_tokens", "num_born", "num_cached_tokens", "num_computed", "num_failures",
+        "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent", "preemptions",
+        "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "text", "tokens", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -241,9 +251,11 @@ class Sequence:
         self.index = index
         """Which of the request's sequences this is; draws differ by it."""
         self.family: list[Sequence] = [self]
-        """Every sequence of the request, itself included; the same list for all of them."""
+        """Every sequence of the request, but for forks that have ended; the same list for all of them."""
+        self.num_born = 1
+        """Of the first of a family: how many there have been."""
         self.parent: Sequence | None = None
-        """Whom it was forked from."""
+        """Until it starts: whom it was forked from."""
         self.num_inherited = 0
         """Tokens it has in common with its parent."""
         self.arrival = arrival
@@ -270,8 +282,8 @@ class Sequence:
         self.hash_root: bytes = b""
         self.page_hashes: list[bytes] = []
         """Of its full pages, as far as anybody has asked; valid under `hash_root`."""
-        self.kv_version: Version | None = None
-        """The weights that computed its KV; None if there is none, or if it comes from two versions."""
+        self.kv_weights: Weights | None = None
+        """What computed its KV; None if there is none, or if two did."""
         self.weight_versions: list[Version] = []
         """For each output token, the weights it was drawn under."""
         self.state = SequenceState.WAITING
@@ -287,15 +299,17 @@ class Sequence:
 
     def fork(self) -> "Sequence":
         """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        first = self.family[0]
         child = Sequence(
             self.request,
-            index=len(self.family),
+            index=first.num_born,
             arrival=self.arrival,
             seed=self.seed,
             max_tokens=self.max_tokens,
             eos_ids=self.eos_ids,
             text=self.text and self.text.sibling(),
         )
+        first.num_born += 1
         child.family = self.family
         child.family.append(child)
         child.parent, child.num_inherited = self, len(self.tokens)
@@ -304,6 +318,9 @@ class Sequence:
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
         return child
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.request.id}/{self.index} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -334,9 +351,11 @@ class Sequence:
         self.state = state
 
     def finish(self, reason: FinishReason) -> None:
-        """End the stream."""
+        """End the stream. The n sequences that were asked for stay in their family, a fork leaves it."""
         self.move_to(SequenceState.FINISHED)
         self.finish_reason = reason
+        if self.index >= self.params.n:
+            self.family.remove(self)
 
     def stop_reason(self) -> FinishReason | None:
         """Judge the newest output token: does the sequence end with it, and why."""
@@ -368,7 +387,7 @@ def _biases(biases: Any) -> dict[int, float]:
     if len(biases) > MAX_LOGIT_BIASES:
         raise ValueError(f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed")
     for token_id, bias in biases.items():
-        check_whole("logit_bias", token_id, 0, MAX_TOKEN_ID)
+        check_whole("a token id of logit_bias", token_id, 0, MAX_TOKEN_ID)
         _real(f"logit_bias[{token_id}]", bias, -1e4, 1e4)
     return dict(biases)
 

@@ -42,14 +42,6 @@ def next_token(state: int, vocab_size: int, seed: int = 0, index: int = 0, posit
     return hash((state, seed, index, position)) % vocab_size
 
 
-def expected_token(tokens: list[int], vocab_size: int, *, weights: int = 0, draw: tuple[int, int] | None = None) -> int:
-    """What must follow `tokens` under one set of weights; `draw` is (seed, index) unless greedy."""
-    state = 0
-    for token in tokens:
-        state = hash_step(state, token, weights)
-    return next_token(state, vocab_size) if draw is None else next_token(state, vocab_size, *draw, len(tokens))
-
-
 @dataclass(frozen=True)
 class FakeHandle:
     """A step that is done already."""
@@ -68,7 +60,7 @@ class FakeRunner:
         self.num_pages = num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
-        self.seconds_per_page = 1e-4
+        self.seconds_per_move, self.pages_per_move = 5e-4, 4
         self.num_compiles = 0
         self.num_programs = 0
         self.num_runs = 0
@@ -212,7 +204,10 @@ class FakeClock:
 def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: int = 0, **knobs: Any) -> Engine:
     """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
     defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    config = engine_config(**(defaults | {"num_host_pages": 8} | knobs))
+    knobs = defaults | {name: value for name, value in knobs.items() if value is not None}
+    if knobs.get("preemption") != "recompute":
+        knobs.setdefault("num_host_pages", knobs["num_pages"] // 2)
+    config = engine_config(**knobs)
     model = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,

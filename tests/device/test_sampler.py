@@ -288,3 +288,13 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from(cut):
     ids, values = out.processed_top_ids_SRX[0, 0], np.asarray(out.processed_top_logprobs_SRX[0, 0])
     with np.errstate(divide="ignore"):
         np.testing.assert_allclose(values, np.log(p[ids]), atol=3e-5)
+
+
+@pytest.mark.parametrize(("cut", "kept"), [({"temperature": 0.0}, 1), ({"top_k": 2}, 2), ({"top_k": 3}, 3)], ids=str)
+def test_of_tied_tokens_only_those_that_could_be_drawn_are_listed(cut, kept):
+    x = np.full((1, 40), -9.0, np.float32)
+    x[0, [7, 9, 11]] = 4.0
+    out = run(x, inputs([SamplingParams(**{"temperature": 1.0, "seed": 1, "logprobs": 20} | cut)]))
+    values = np.asarray(out.processed_top_logprobs_SRX[0, 0])
+    assert np.isfinite(values).sum() == kept
+    np.testing.assert_allclose(np.exp(values).sum(), 1, atol=1e-6)

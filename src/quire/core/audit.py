@@ -103,29 +103,26 @@ class Readings:
     """Entries of all page tables."""
     expected_table_pages: int
     """What they should be by the sequences' lengths: the same number between two steps."""
-    finished_holding_pages: int
-    """Finished sequences of living requests that still hold pages: always 0."""
+    leaked_pages: int
+    """Pages that count as held and are in no table: always 0."""
 
 
 def readings(scheduler: Scheduler) -> Readings:
     """Count, without judging."""
     tables = scheduler.tables
     allocator, refcounts = tables.allocator, tables.allocator.refcounts
-    holders = refcounts.copy()
-    if tables.prefix_cache and tables.prefix_cache.num_pages:
-        holders[list(tables.prefix_cache.pages)] -= 1
-    everybody = set(chain(scheduler.running, scheduler.waiting, *scheduler.unborn.values()))
+    entries = np.frombuffer(b"".join(sequence.pages for sequence in scheduler.running), np.int32)
+    holders = np.bincount(entries, minlength=allocator.num_pages)
+    held = allocator.num_pages - allocator.num_free - tables.num_cached
     return Readings(
         free_pages=allocator.num_free,
         cached_pages=tables.num_cached,
-        held_pages=allocator.num_pages - allocator.num_free - tables.num_cached,
+        held_pages=held,
         shared_pages=int(np.count_nonzero(holders > 1)),
         min_refcount=int(refcounts.min()),
         max_refcount=int(refcounts.max()),
         sum_refcounts=int(refcounts.sum()),
-        table_pages=sum(len(s.pages) for s in scheduler.running),
+        table_pages=len(entries),
         expected_table_pages=sum(tables.pages_for(s.num_computed) for s in scheduler.running),
-        finished_holding_pages=sum(
-            bool(s.pages or s.host_pages) for s in _members(everybody) if s.state is SequenceState.FINISHED
-        ),
+        leaked_pages=held - int(np.count_nonzero(holders)),
     )

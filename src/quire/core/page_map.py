@@ -70,7 +70,11 @@ class PageMap:
                     glyph = glyph if page.fill < self.page_size else glyph.upper()
                 glyphs.append(glyph)
             for start in range(0, len(glyphs), COLUMNS):
-                lines.append(f"{start:>8}  {''.join(glyphs[start : start + COLUMNS])}")
+                row = "".join(glyphs[start : start + COLUMNS])
+                if row.strip(FREE):
+                    lines.append(f"{start:>8}  {row}")
+                elif not lines[-1].endswith("all free"):
+                    lines.append(f"{start:>8}  {FREE * 3} all free")
         lines.append(f"{FREE} free   {CACHED} cached, held by nobody   {SHARED} shared   a partly, A wholly filled")
         lines += [f"{letter} {request}" for request, letter in letters.items()]
         return "\n".join(lines)

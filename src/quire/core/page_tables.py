@@ -17,7 +17,7 @@ from typing import NamedTuple
 from quire.core.pages import PageAllocator
 from quire.core.plan import PageOperations
 from quire.core.prefix_cache import PrefixCache
-from quire.request import Sequence, SequenceState, Version
+from quire.request import Sequence, SequenceState, Weights
 
 
 class Beginning(NamedTuple):
@@ -43,7 +43,6 @@ class PageTables:
         page_size: int,
         host: PageAllocator | None = None,
         prefix_cache: bool = True,
-        version: Version = 0,
         poison_freed: bool = False,
     ) -> None:
         self.allocator = allocator
@@ -51,10 +50,13 @@ class PageTables:
         self.host = host
         """Pages in host memory, for swapped sequences; None for no swapping."""
         self.prefix_cache = PrefixCache(allocator, page_size) if prefix_cache else None
-        self.version = version
-        """The weights that compute from now on."""
+        self.weights = Weights(0, 0)
+        """What computes from now on."""
         self.swapped_out: list[Sequence] = []
-        """Whose pages the plan being made moves to the host."""
+        """Whose pages are on their way to the host: by the plan being made, or the one in flight."""
+        self._host_page_of: dict[bytes, int] = {}
+        self._host_hash_of: dict[int, bytes] = {}
+        """Published pages that are on the host: the next one of a family to be swapped shares them there."""
         self._poison_freed = poison_freed
         self._freed: list[int] = []
         self._operations = PageOperations()
@@ -88,7 +90,7 @@ class PageTables:
         are filled by the very plan that is being made: nothing can be copied from them yet.
         """
         if sequence.state is SequenceState.SWAPPED:
-            pages = self._match(sequence, sequence.num_computed) if sequence.kv_version == self.version else []
+            pages = self._match(sequence, sequence.num_computed) if sequence.kv_weights == self.weights else []
             return Beginning(pages, sequence.num_computed, num_published=len(pages))
         if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
             return Beginning([], 0)
@@ -124,12 +126,14 @@ class PageTables:
         if sequence.state is SequenceState.SWAPPED:
             on_host = sequence.host_pages[len(beginning.pages) :]
             self._operations.swap_ins += zip(on_host, self._allocate(sequence, len(on_host)), strict=True)
-            self._release_host(sequence)
+            self._release_host(sequence.host_pages)
+            del sequence.host_pages[:]
         elif beginning.num_tokens:
             if beginning.copy_from is not None:
                 (page,) = self._allocate(sequence, 1)
                 self._operations.copies.append((beginning.copy_from, page))
-            sequence.kv_version = self.version
+            sequence.kv_weights = self.weights
+        sequence.parent = None  # from here on it goes its own way, and its ancestors may be forgotten
         sequence.num_computed = beginning.num_tokens
         sequence.num_published = beginning.num_published
 
@@ -137,7 +141,7 @@ class PageTables:
         if self.prefix_cache is None:
             return []
         count = most // self.page_size
-        return self.prefix_cache.match(self.prefix_cache.hashes(sequence, self.version, count), count)
+        return self.prefix_cache.match(self.prefix_cache.hashes(sequence, self.weights, count), count)
 
     def _relative(self, sequence: Sequence, unwritten: Collection[Sequence]) -> Sequence | None:
         """A running member of the family, its parent first, whose pages can be shared now."""
@@ -146,7 +150,7 @@ class PageTables:
                 relative is not None
                 and relative is not sequence
                 and relative.state is SequenceState.RUNNING
-                and relative.kv_version == self.version
+                and relative.kv_weights == self.weights
                 and relative not in unwritten
             ):
                 return relative
@@ -177,9 +181,9 @@ class PageTables:
         thus who holds a known page holds every known page before it. KV of two versions is never published.
         """
         cache, count = self.prefix_cache, sequence.num_computed // self.page_size
-        if cache is None or count <= sequence.num_published or sequence.kv_version != self.version:
+        if cache is None or count <= sequence.num_published or sequence.kv_weights != self.weights:
             return
-        hashes = cache.hashes(sequence, self.version, count)
+        hashes = cache.hashes(sequence, self.weights, count)
         for i in range(sequence.num_published, count):
             page = sequence.pages[i]
             known = cache.publish(hashes[i], page)
@@ -202,35 +206,61 @@ class PageTables:
     def release(self, sequence: Sequence) -> None:
         """Empty a sequence's table, and its host pages; its KV is gone."""
         self._empty(sequence)
-        if self._operations.swap_outs and sequence.host_pages:  # its way to the host is not worth the trip any more
-            unwanted = set(sequence.host_pages)
-            self._operations.swap_outs = [move for move in self._operations.swap_outs if move[1] not in unwanted]
-        self._release_host(sequence)
+        if sequence.host_pages:
+            freed = set(self._release_host(sequence.host_pages))
+            del sequence.host_pages[:]
+            moves = self._operations.swap_outs
+            if moves:  # a way to the host that is not worth the trip any more
+                self._operations.swap_outs = [move for move in moves if move[1] not in freed]
         sequence.num_computed = 0
-        sequence.kv_version = None
+        sequence.kv_weights = None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Whether host memory has room for a sequence."""
-        return self.host is not None and 0 < len(sequence.pages) <= self.host.num_free
+        if self.host is None or not sequence.pages:
+            return False
+        return sum(page is None for page in self._on_host(sequence)) <= self.host.num_free
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Empty a sequence's table into host memory."""
+        """Empty a sequence's table into host memory; there must be room. Published pages go there once."""
         if self.host is None:
             raise ValueError("there is no host memory to swap to")
-        sequence.host_pages.extend(self.host.allocate(len(sequence.pages)))
-        self._operations.swap_outs += zip(sequence.pages, sequence.host_pages, strict=True)
+        on_host = self._on_host(sequence)
+        shared = [page for page in on_host if page is not None]
+        self.host.retain(shared)
+        new = iter(self.host.allocate(len(on_host) - len(shared)))
+        for page, there in zip(sequence.pages, on_host, strict=True):
+            target = next(new) if there is None else there
+            sequence.host_pages.append(target)
+            if there is None:
+                self._operations.swap_outs.append((page, target))
+                name = self.prefix_cache.hash_of(page) if self.prefix_cache else None
+                if name is not None:
+                    self._host_page_of[name], self._host_hash_of[target] = target, name
         self.swapped_out.append(sequence)
         self._empty(sequence)
+
+    def _on_host(self, sequence: Sequence) -> list[int | None]:
+        """For each page of a sequence, the host page that has the same KV already."""
+        if self.prefix_cache is None:
+            return [None] * len(sequence.pages)
+        names = map(self.prefix_cache.hash_of, sequence.pages)
+        return [None if name is None else self._host_page_of.get(name) for name in names]
+
+    def _release_host(self, host_pages: SequenceOf[int]) -> list[int]:
+        if self.host is None:
+            return []
+        freed = self.host.release(host_pages)
+        for page in freed:
+            name = self._host_hash_of.pop(page, None)
+            if name is not None:
+                del self._host_page_of[name]
+        return freed
 
     def _empty(self, sequence: Sequence) -> None:
         self._drop(sequence.pages)
         del sequence.pages[:]
         sequence.num_published = 0
-
-    def _release_host(self, sequence: Sequence) -> None:
-        if self.host is not None and sequence.host_pages:
-            self.host.release(sequence.host_pages)
-            del sequence.host_pages[:]
 
     def _hold(self, pages: SequenceOf[int]) -> None:
         if self.prefix_cache is None:

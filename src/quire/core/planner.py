@@ -15,6 +15,8 @@ class Planner:
 
     def __init__(self, max_tokens: int, max_samples: int, running: SequenceOf[Sequence]) -> None:
         self.plan = StepPlan()
+        self.started: list[Sequence] = []
+        """Who got a row in this very plan; the newest last."""
         self._tokens_left = max_tokens
         self._samples_left = max_samples
         self._tokens_set_aside = sum(len(s.tokens) - s.num_computed == 1 for s in running)

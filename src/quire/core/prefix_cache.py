@@ -2,7 +2,7 @@
 
 Only full pages are known here, each by a hash of its tokens and of everything before them:
 
-    root    H(page size, tenant salt, weight version)
+    root    H(page size, tenant salt, weight version, how often weights have changed)
     page 0  H(root,   tokens 0 .. Z-1)
     page 1  H(page 0, tokens Z .. 2Z-1)         a page is found only behind its own beginning
 
@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
-from quire.request import Sequence, Version
+from quire.request import Sequence, Weights
 
 
 class PrefixCache:
@@ -59,9 +59,9 @@ class PrefixCache:
         """Whether only the cache holds a page."""
         return page in self._idle
 
-    def hashes(self, sequence: Sequence, version: Version, count: int) -> list[bytes]:
+    def hashes(self, sequence: Sequence, weights: Weights, count: int) -> list[bytes]:
         """At least the first `count` page hashes of a sequence, kept with it so that each is computed once."""
-        root = page_root(self._page_size, sequence.request.cache_salt, version)
+        root = page_root(self._page_size, sequence.request.cache_salt, weights)
         if sequence.hash_root != root:
             sequence.hash_root, sequence.page_hashes = root, []
         hashes, size = sequence.page_hashes, self._page_size
@@ -124,9 +124,9 @@ class PrefixCache:
 
 
 @lru_cache(maxsize=256)
-def page_root(page_size: int, salt: str, version: Version) -> bytes:
-    """Where the chain of a tenant and a version begins."""
-    return hashlib.sha256(json.dumps([page_size, salt, version]).encode()).digest()
+def page_root(page_size: int, salt: str, weights: Weights) -> bytes:
+    """Where the chain of a tenant under some weights begins."""
+    return hashlib.sha256(json.dumps([page_size, salt, *weights]).encode()).digest()
 
 
 def page_hash(before: bytes, tokens: SequenceOf[int]) -> bytes:

@@ -21,7 +21,7 @@ from quire.core.page_tables import PageTables
 from quire.core.plan import Sample, StepPlan, StepResult
 from quire.core.planner import Planner
 from quire.core.waiting import WaitingQueue
-from quire.request import FinishReason, Sequence, SequenceState, TokenEvent, TokenLogprob, Version
+from quire.request import FinishReason, Sequence, SequenceState, TokenEvent, TokenLogprob, Version, Weights
 
 
 @dataclass(slots=True)
@@ -30,8 +30,9 @@ class PreemptionCosts:
 
     seconds_per_token: float | None = None
     """To compute one position again; until it has been measured, swapping counts as cheaper."""
-    seconds_per_page: float = 0.0
-    """To move one page to the host or back."""
+    seconds_per_move: float = 0.0
+    """To move pages to the host or back, up to `pages_per_move` at once."""
+    pages_per_move: int = 1
 
 
 class Scheduler:
@@ -148,8 +149,10 @@ class Scheduler:
             raise RuntimeError("the last plan is not committed; commit(N) comes before schedule(N+1)")
         self._make_room_for_head()
         planner = Planner(self.max_num_batched_tokens, self.max_num_samples, self.running)
-        if self._plan_running(planner):
-            self._admit(planner)
+        if self._plan_running(planner) and self.waiting:
+            promised = sum(map(self._growth, self.running))
+            while self._admit_head(planner, promised):
+                promised += self._growth(planner.started[-1])
         plan = planner.plan
         if plan:
             plan.operations = self.tables.take_operations()
@@ -157,12 +160,22 @@ class Scheduler:
         return plan
 
     def _plan_running(self, planner: Planner) -> bool:
-        """Give every running sequence its share, in order. False if somebody had to be preempted."""
+        """Give every running sequence its share, in order, and let the head of the queue in where its place is.
+
+        False if somebody had to be preempted. Nobody is after somebody got in: the pages that all who run need for
+        the tokens they have were promised to them.
+        """
         preemptions_before = self.num_preemptions
         running, page_size = self.running, self.tables.page_size
+        head = self.waiting.peek()
         position = 0
         while position < len(running):
             sequence = running[position]
+            if head is not None and head.order < sequence.order:
+                got_in = self._admit_head(planner, sum(map(self._growth, running)))
+                head = self.waiting.peek() if got_in else None
+                position = running.index(sequence)  # behind whoever got in
+                continue
             planner.claim(sequence)
             num_tokens = planner.share(sequence, sequence.num_computed)
             if num_tokens:
@@ -173,29 +186,30 @@ class Scheduler:
             position += 1
         return self.num_preemptions == preemptions_before
 
-    def _admit(self, planner: Planner) -> None:
-        """Start those without a row while rows, tokens and pages last. The head of the queue is never overtaken."""
-        if not self.waiting:
-            return
-        tables, started = self.tables, set()
-        promised = sum(map(self._growth, self.running))
-        while len(self.running) < self.max_num_seqs and (head := self.waiting.peek()) is not None:
-            beginning = tables.find(head, unwritten=started)
-            num_tokens = planner.share(head, beginning.num_tokens)
-            if num_tokens == 0 or tables.num_new(head, beginning) + promised > tables.num_available:
-                return
-            self.waiting.pop()
-            if head.state is SequenceState.WAITING:
-                self.cached_tokens += beginning.num_tokens
-                if not head.preemptions:
-                    head.num_cached_tokens = beginning.num_tokens
-            tables.start(head, beginning)
-            head.move_to(SequenceState.RUNNING)
-            started.add(head)
-            insort(self.running, head, key=_order)
-            tables.grow(head, head.num_computed + num_tokens)
-            promised += self._growth(head)
-            planner.add(head, num_tokens, self.unborn.get(head.request.id, ()))
+    def _admit_head(self, planner: Planner, promised: int) -> bool:
+        """Start the head of the queue if a row, tokens and pages are there, beside those promised to who runs.
+
+        It is never overtaken.
+        """
+        head, tables = self.waiting.peek(), self.tables
+        if head is None or len(self.running) >= self.max_num_seqs:
+            return False
+        beginning = tables.find(head, unwritten=planner.started)
+        num_tokens = planner.share(head, beginning.num_tokens)
+        if num_tokens == 0 or tables.num_new(head, beginning) + promised > tables.num_available:
+            return False
+        self.waiting.pop()
+        if head.state is SequenceState.WAITING:
+            self.cached_tokens += beginning.num_tokens
+            if not head.preemptions:
+                head.num_cached_tokens = beginning.num_tokens
+        tables.start(head, beginning)
+        head.move_to(SequenceState.RUNNING)
+        insort(self.running, head, key=_order)
+        tables.grow(head, head.num_computed + num_tokens)
+        planner.started.append(head)
+        planner.add(head, num_tokens, self.unborn.get(head.request.id, ()))
+        return True
 
     def _growth(self, sequence: Sequence) -> int:
         """Pages that a running sequence is promised: for the tokens it has, and one to grow into.
@@ -227,21 +241,27 @@ class Scheduler:
         is_first = head.order < self.running[0].order
         if self.running[-1].priority >= head.priority and not is_first:
             return
-        tables = self.tables
-        ahead = [] if is_first else [s for s in self.running if s.priority >= head.priority]
-        behind = self.running[len(ahead) :]
-        needed = tables.pages_for(len(head.tokens)) + sum(map(self._growth, ahead))
-        tokens_before = sum(len(s.tokens) - s.num_computed for s in ahead)
-        # Of the pages that those behind share, the ones become free that nobody else holds.
-        times_held = Counter(page for s in behind for page in s.pages)
-        in_all = tables.num_available + sum(tables.num_holders(page) == times for page, times in times_held.items())
-        if needed > in_all or tokens_before >= self.max_num_batched_tokens:
+        tokens_before = sum(len(s.tokens) - s.num_computed for s in self.running if s.order < head.order)
+        if tokens_before >= self.max_num_batched_tokens:
             return  # it would still not run in this step
-        needed += sum(map(self._growth, behind))
-        while behind and (needed > tables.num_available or len(self.running) >= self.max_num_seqs):
-            victim = behind.pop()
+        tables = self.tables
+        beginning = tables.find(head)
+        needed = tables.num_new(head, beginning) + sum(map(self._growth, self.running))
+        rows_missing = len(self.running) + 1 - self.max_num_seqs
+        available, seen, shared, victims = tables.num_available, Counter(), set(beginning.pages), 0
+        for victim in reversed(self.running):
+            if rows_missing <= victims and needed <= available:
+                break
+            if victim.priority >= head.priority and not is_first:
+                return  # all who may give way are not enough
+            # What it shares with others than earlier victims stays held, and what the head begins with is not gained.
+            seen.update(victim.pages)
+            available += sum(tables.num_holders(page) == seen[page] for page in victim.pages if page not in shared)
             needed -= self._growth(victim)
-            self._preempt(victim)
+            victims += 1
+        if rows_missing <= victims and needed <= available:
+            for _ in range(victims):
+                self._preempt(self.running[-1])
 
     # -- preempt -------------------------------------------------------------------------------------------------
 
@@ -285,23 +305,23 @@ class Scheduler:
             num_kept += 1
         num_lost = victim.num_computed - num_kept * self.tables.page_size
         recompute = num_lost * self.costs.seconds_per_token
-        return 2 * len(victim.pages) * self.costs.seconds_per_page < recompute
+        num_moves = 2 * -(-len(victim.pages) // self.costs.pages_per_move)
+        return num_moves * self.costs.seconds_per_move < recompute
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def set_version(self, version: Version, running: str) -> list[Sequence]:
         """New weights compute from now on. What was computed before is kept, computed again, or aborted.
 
-        Returns the aborted ones.
+        A request that has begun is aborted whole. Returns the aborted ones.
         """
         if self.in_flight is not None:
             raise RuntimeError("a step is in flight: change weights between two steps")
-        self.tables.version = version
+        self.tables.weights = Weights(version, self.tables.weights.change + 1)
         begun = [*self.running, *(s for s in self.waiting if s.num_output or s.state is SequenceState.SWAPPED)]
         if running == "abort":
-            for sequence in begun:
-                self.abort(sequence)
-            return begun
+            families = {id(s.family): list(s.family) for s in begun}.values()
+            return [s for s in chain.from_iterable(families) if self.abort(s)]
         if running == "recompute":
             for sequence in begun:
                 if sequence.state is SequenceState.RUNNING:
@@ -320,7 +340,7 @@ class Scheduler:
         """The step in flight came to nothing on the host's side: its requests end, nobody else's."""
         self._drop_plan()
         for row in plan.rows:
-            for sequence in row.sequence.family:
+            for sequence in list(row.sequence.family):
                 self.abort(sequence)
 
     def recompute(self, *, failed: bool) -> None:
@@ -332,6 +352,8 @@ class Scheduler:
         for sequence in self.running[::-1]:
             sequence.num_failures += failed
             if sequence.num_failures > 1:
+                for unborn in list(self.unborn.get(sequence.request.id, ())):
+                    self.abort(unborn)
                 self.abort(sequence)
             else:
                 self.preempt(sequence, swap=False)
@@ -341,6 +363,10 @@ class Scheduler:
         """Forget the step in flight. What it was to move to the host may never have arrived there."""
         self.in_flight = None
         self._drop_finished()
+        self.lose_pending_swaps()
+
+    def lose_pending_swaps(self) -> None:
+        """Pages that are on their way to the host will not arrive: compute them again."""
         for sequence in self.tables.swapped_out:
             if sequence.state is SequenceState.SWAPPED:
                 self._lose_host_pages(sequence)
@@ -354,15 +380,15 @@ class Scheduler:
             raise RuntimeError("this is not the plan in flight; each plan is committed once")
         self.in_flight = None
         self.tables.dispatched()
-        version, prompts_done = self.tables.version, []
+        weights, prompts_done = self.tables.weights, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
         for is_alive, (sequence, first, num_tokens, _) in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence.num_computed = first + num_tokens
                 if first == 0:
-                    sequence.kv_version = version
-                elif sequence.kv_version != version:
-                    sequence.kv_version = None  # two versions; stays so until it is computed anew
+                    sequence.kv_weights = weights
+                elif sequence.kv_weights != weights:
+                    sequence.kv_weights = None  # two; stays so until it is computed anew
                 self.tables.publish(sequence)
                 if first < sequence.prompt_len <= first + num_tokens:
                     prompts_done.append(sequence)
@@ -392,7 +418,7 @@ class Scheduler:
     def _commit_samples(self, samples: list[tuple[int, Sample]], result: StepResult) -> list[TokenEvent]:
         events = []
         all_tokens = result.tokens_SR.tolist()
-        version = self.tables.version
+        version = self.tables.weights.version
         for i, sample in samples:
             sequence = sample.sequence
             if sequence.state is SequenceState.FINISHED:

@@ -21,6 +21,11 @@ def default_pool_bytes(mesh: Mesh) -> int:
     return min(int(_available_host_bytes() * HOST_SHARE), HOST_MOST)
 
 
+def default_host_bytes() -> int:
+    """Bytes for swapped pages."""
+    return int(_available_host_bytes() * HOST_SHARE)
+
+
 def _available_host_bytes() -> int:
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -83,8 +83,9 @@ class ModelRunner:
         self.shapes = tuple(shapes)
         self.num_compiles = 0
         """Programs compiled inside `run` since warm-up."""
-        self.seconds_per_page = 0.0
-        """To move one page to host memory or back, as measured at warm-up."""
+        self.pages_per_move = PAGE_COMMAND_WIDTH
+        self.seconds_per_move = 0.0
+        """To move up to so many pages to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
         self._params = params
         self._parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
@@ -131,7 +132,7 @@ class ModelRunner:
                 self._swap_out(nothing, np.arange(PAGE_COMMAND_WIDTH) % self._host.num_pages)
                 self._cache = kv_cache.write_pages(self._cache, nothing, self._host.load(nothing * 0))
                 jax.block_until_ready(self._cache)
-                self.seconds_per_page = (time.perf_counter() - start) / (2 * PAGE_COMMAND_WIDTH)
+                self.seconds_per_move = (time.perf_counter() - start) / 2
         jax.block_until_ready(self._cache)
         step("copy, poison and move pages", self._num_page_programs)
 

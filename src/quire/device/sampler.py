@@ -29,14 +29,14 @@ COLDEST = 1e-20
 
 
 class Drawn(NamedTuple):
-    """What each token was drawn from. A token of logit x had the weight w = exp((x - peak) * cooling) there, and the
-    probability w / mass, or none if w is below the floor.
+    """What each token was drawn from: the `num_kept` likeliest. Of them, one of logit x had the probability
+    exp((x - peak) * cooling) / mass.
     """
 
     tokens_S: jax.Array
     peak_S: jax.Array
     cooling_S: jax.Array
-    floor_S: jax.Array
+    num_kept_S: jax.Array
     mass_S: jax.Array
 
 
@@ -75,10 +75,9 @@ def sample(
         drawn_values_SX, drawn_ids_SX = lax.cond(
             is_penalised | is_biased, lambda: tuple(lax.top_k(processed_SV, width)), lambda: (values_SX, ids_SX)
         )
-        colder_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.cooling_S[:, None]
-        drawn_SX = jnp.where(
-            jnp.exp(colder_SX) >= drawn.floor_S[:, None], colder_SX - jnp.log(drawn.mass_S)[:, None], -jnp.inf
-        )
+        drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.cooling_S[:, None] - jnp.log(drawn.mass_S)[:, None]
+        rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
+        drawn_SX = jnp.where(rank_SX < drawn.num_kept_S[:, None], drawn_SX, -jnp.inf)
         missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
         return tuple(jnp.pad(x_SX, missing) for x_SX in (ids_SX, values_SX - total_S[:, None], drawn_ids_SX, drawn_SX))
 
@@ -131,7 +130,8 @@ def _take_likeliest(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """The most likely token of each row: nothing else had a chance."""
     del inputs
     one_S = jnp.ones(logits_SV.shape[0], jnp.float32)
-    return Drawn(_argmax(logits_SV), jnp.max(logits_SV, axis=-1), cooling_S=one_S, floor_S=one_S, mass_S=one_S)
+    num_kept_S = jnp.ones(logits_SV.shape[0], jnp.int32)
+    return Drawn(_argmax(logits_SV), jnp.max(logits_SV, axis=-1), cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
 def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
@@ -145,18 +145,23 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     cut_S = hot_S & ((inputs.top_k_S > 0) | (inputs.top_p_S < 1))
 
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
-    kept_SV = jnp.where(weights_SV >= inputs.min_p_S[:, None], weights_SV, 0.0)
-    everything = _draw_tiled(kept_SV, uniform_S), inputs.min_p_S, jnp.sum(kept_SV, axis=-1)
+    is_kept_SV = weights_SV >= inputs.min_p_S[:, None]
+    kept_SV = jnp.where(is_kept_SV, weights_SV, 0.0)
+    everything = _draw_tiled(kept_SV, uniform_S), _count(is_kept_SV), jnp.sum(kept_SV, axis=-1)
     total_S = jnp.sum(weights_SV, axis=-1)
     cut = lax.cond(jnp.any(cut_S), _draw_cut, lambda *_: everything, weights_SV, total_S, uniform_S, cut_S, inputs)
-    tokens_S, floor_S, mass_S = (jnp.where(cut_S, a_S, b_S) for a_S, b_S in zip(cut, everything, strict=True))
+    tokens_S, num_kept_S, mass_S = (jnp.where(cut_S, a_S, b_S) for a_S, b_S in zip(cut, everything, strict=True))
     return Drawn(
         jnp.where(hot_S, tokens_S, greedy.tokens_S),
         greedy.peak_S,
         cooling_S,
-        jnp.where(hot_S, floor_S, greedy.floor_S),
+        jnp.where(hot_S, num_kept_S, greedy.num_kept_S),
         jnp.where(hot_S, mass_S, greedy.mass_S),
     )
+
+
+def _count(is_kept_SN: jax.Array) -> jax.Array:
+    return jnp.sum(is_kept_SN, axis=-1, dtype=jnp.int32)
 
 
 def _uniform(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
@@ -192,7 +197,7 @@ def _invert_at(weights_SN: jax.Array, point_S: jax.Array) -> tuple[jax.Array, ja
 
 
 Cut = tuple[jax.Array, jax.Array, jax.Array]
-"""Tokens drawn, the smallest weight that was kept, the weight of all that was kept."""
+"""Tokens drawn, how many were kept to draw from, and their weight."""
 
 
 def _draw_cut(
@@ -208,8 +213,8 @@ def _draw_cut(
     def sort_all() -> Cut:
         values_SV, ids_SV = lax.top_k(weights_SV, weights_SV.shape[1])
         full, _ = _draw_sorted(values_SV, ids_SV, total_S, uniform_S, inputs)
-        tokens_S, floor_S, mass_S = (jnp.where(fits_S, a_S, b_S) for a_S, b_S in zip(short, full, strict=True))
-        return tokens_S, floor_S, mass_S
+        tokens_S, num_kept_S, mass_S = (jnp.where(fits_S, a_S, b_S) for a_S, b_S in zip(short, full, strict=True))
+        return tokens_S, num_kept_S, mass_S
 
     return lax.cond(jnp.any(cut_S & ~fits_S), sort_all, lambda: short)
 
@@ -234,5 +239,4 @@ def _draw_sorted(
     mass_known_S = (top_k_S <= width) | (inputs.top_k_S == 0)
     fits_S = (top_k_S <= width) | (mass_known_S & (cumulative_SW[:, -1] >= inputs.top_p_S * before_cut_S))
     tokens_S = jnp.take_along_axis(ids_SW, index_S[:, None], axis=-1)[:, 0]
-    floor_S = jnp.min(jnp.where(kept_SW, weights_SW, jnp.inf), axis=-1)
-    return (tokens_S, floor_S, jnp.sum(kept_weights_SW, axis=-1)), fits_S
+    return (tokens_S, _count(kept_SW), jnp.sum(kept_weights_SW, axis=-1)), fits_S
