@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from quire import LLM, SamplingParams
+from quire.core.page_tables import PageTables
 from quire.request import Request
 
 VOCAB_LOW, VOCAB_HIGH = 100, 40_000
@@ -36,6 +37,35 @@ def report(what: str, ours: list[float], theirs: list[float], note: str = "") ->
     spread = f"{min(ratios):.3f}..{max(ratios):.3f}"
     medians = f"{statistics.median(ours):.3f} s against {statistics.median(theirs):.3f} s"
     print(f"{what}: {statistics.median(ratios):.3f} ({spread}, {len(ratios)} repeats; {medians}) {note}", flush=True)
+
+
+def time_in(*methods: Callable) -> Callable[[Callable[[], object]], float]:
+    """A function that runs something and says which share of its time was spent in these methods."""
+
+    def share(run: Callable[[], object]) -> float:
+        spent = 0.0
+
+        def timed(method: Callable) -> Callable:
+            def call(*args, **kwargs):
+                nonlocal spent
+                start = time.perf_counter()
+                try:
+                    return method(*args, **kwargs)
+                finally:
+                    spent += time.perf_counter() - start
+
+            return call
+
+        for method in methods:
+            setattr(PageTables, method.__name__, timed(method))
+        try:
+            total = seconds(run)
+            return spent / total
+        finally:
+            for method in methods:
+                setattr(PageTables, method.__name__, method)
+
+    return share
 
 
 def fork(model: str, repeats: int) -> None:
@@ -124,7 +154,14 @@ def cost(model: str, repeats: int) -> None:
                 took = seconds(lambda llm=llm, prompts=prompts: llm.generate(prompts, params, progress=False))
                 if i:
                     times.append(took)
-        report("prefix cache without a hit, on / off", ours, theirs, f"{on.engine.stats().cached_tokens} tokens found")
+        spent = time_in(PageTables.publish, PageTables.find, PageTables.evict)
+        share = [
+            spent(lambda: on.generate([prompt(rng, 64) for _ in range(64)], params, progress=False)) for _ in range(3)
+        ]
+        note = (
+            f"{on.engine.stats().cached_tokens} tokens found; {statistics.median(share):.3%} of the time is spent there"
+        )
+        report("prefix cache without a hit, on / off", ours, theirs, note)
 
 
 def weights(model: str, repeats: int) -> None:
