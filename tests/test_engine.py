@@ -56,8 +56,9 @@ def test_chunked_equals_whole_at_any_page_size(params, alone, budget, page_size)
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_and_chunked_equals_undisturbed(params, alone, preemption):
-    knobs = {"num_pages": 21, "num_host_pages": 64, "max_num_batched_tokens": 11, "prefix_cache": False}
-    with tiny_llm(preemption=preemption, debug=True, **knobs) as small:
+    knobs = {"num_pages": 21, "max_num_batched_tokens": 11, "prefix_cache": False}
+    host = {"num_host_pages": 64} if preemption == "swap" else {}
+    with tiny_llm(preemption=preemption, debug=True, **knobs, **host) as small:
         assert tokens(small.generate(PROMPTS, params)) == alone
         stats = small.engine.stats()
         assert (stats.swaps if preemption == "swap" else stats.recomputes) == stats.preemptions >= 3

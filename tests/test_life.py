@@ -62,7 +62,7 @@ def test_10000_requests_leave_nothing_behind():
         )
         assert ended > NUM_REQUESTS
         assert stats.held_pages == 0
-        assert stats.free_pages == 48
+        assert stats.free_pages + stats.cached_pages == 48
         assert stats.compiles_after_warmup == 0
         assert stats.preemptions > 100
         assert not engine._requests

@@ -367,7 +367,9 @@ class Engine:
             ended = int(self.scheduler.abort(target))
             self._forget_finished([target.request.id])
             return ended
-        return sum(self.scheduler.abort(sequence) for sequence in list(self._requests.pop(target, ())))
+        ended = sum(self.scheduler.abort(sequence) for sequence in list(self._requests.get(target, ())))
+        self._forget(target)
+        return ended
 
     def abort_soon(self, request_id: str) -> None:
         """The same before the next step; the one call that any thread may make."""
@@ -376,8 +378,10 @@ class Engine:
     @_owner_only
     def reset(self) -> int:
         """Abort everything, logically: no page is touched, whatever the pool's size. Returns how many ended."""
-        self._requests.clear()
-        return self.scheduler.reset()
+        ended = self.scheduler.reset()
+        for request_id in list(self._requests):
+            self._forget(request_id)
+        return ended
 
     # -- weights and pages ---------------------------------------------------------------------------------------
 
@@ -470,7 +474,11 @@ class Engine:
     def _forget_finished(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             if all(sequence.finish_reason for sequence in self._requests.get(request_id, ())):
-                self._requests.pop(request_id, None)
+                self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        """A request is over. Its family is taken apart: members that know each other would wait for the collector."""
+        self._requests.pop(request_id, []).clear()
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -251,7 +251,7 @@ class Sequence:
         self.index = index
         """Which of the request's sequences this is; draws differ by it."""
         self.family: list[Sequence] = [self]
-        """Every sequence of the request, but for forks that have ended; the same list for all of them."""
+        """Every sequence of a living request, but for forks that have ended; the same list for all of them."""
         self.num_born = 1
         """Of the first of a family: how many there have been."""
         self.parent: Sequence | None = None
@@ -354,6 +354,7 @@ class Sequence:
         """End the stream. The n sequences that were asked for stay in their family, a fork leaves it."""
         self.move_to(SequenceState.FINISHED)
         self.finish_reason = reason
+        self.parent = None
         if self.index >= self.params.n:
             self.family.remove(self)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.request import Request
-from tests.oracle.harness import TieRule
+from quire.request import Request, TokenLogprob
+from tests.oracle.harness import TIE_GAP
 from tests.oracle.prompts import cut, texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.oracle]
@@ -21,43 +21,53 @@ PARAMS = {
     "greedy": SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, logprobs=2),
     "seeded": SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, logprobs=2),
 }
+FAMILY = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, n=4, logprobs=2)
+NEIGHBOURS = 0.02
+"""Draws go through tokens in order of likelihood: on the edge between two, float32 may rightly take the next one, which
+is about as likely.
+"""
+Draws = list[TokenLogprob]
 KNOBS = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "debug": True, "quiet": True}
 
 
-def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    return [out.outputs[0].token_ids for out in llm.generate(prompts, params, progress=False)]
+def answers(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Draws]:
+    return [out.outputs[0].logprobs or [] for out in llm.generate(prompts, params, progress=False)]
 
 
 @pytest.fixture(scope="module")
-def alone(smollm2_gguf: Path):
-    """Prompts, and for each kind of params what each prompt gives by itself, with the gap between the two best."""
+def alone(smollm2_gguf: Path) -> tuple[list[list[int]], dict[str, list[Draws]]]:
+    """Prompts, and for each kind of params what each prompt gives by itself."""
     with LLM(smollm2_gguf, **KNOBS, max_num_batched_tokens=256, prefix_cache=False) as llm:
         prompts = cut(llm.tokenizer.encode(texts()), LENGTHS, seed=4)
-        results = {}
-        for kind, params in PARAMS.items():
-            outputs = [llm.generate([prompt], params, progress=False)[0].outputs[0] for prompt in prompts]
-            results[kind] = [
-                {"tokens": out.token_ids, "gaps": [entry.top[0][1] - entry.top[1][1] for entry in out.logprobs or ()]}
-                for out in outputs
-            ]
-        params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, n=4)
+        results = {kind: [answers(llm, [prompt], params)[0] for prompt in prompts] for kind, params in PARAMS.items()}
         results["family"] = []
-        for index in range(4):  # one child at a time: the others are aborted before they start
-            family = llm.engine.add(Request(id=f"f{index}", prompt_token_ids=tuple(prompts[4]), params=params))
+        for index in range(FAMILY.n):  # one child at a time: the others are aborted before they start
+            family = llm.engine.add(Request(id=f"f{index}", prompt_token_ids=tuple(prompts[4]), params=FAMILY))
             for sequence in family:
                 if sequence.index != index:
                     llm.engine.abort(sequence)
             while llm.engine.has_work:
                 llm.engine.step()
-            results["family"].append(family[index].output_token_ids)
+            results["family"].append(family[index].logprobs)
         return prompts, results
 
 
-def compare(ours: list[list[int]], expected: list[dict], label: str) -> None:
-    rule = TieRule()
-    for i, (tokens, theirs) in enumerate(zip(ours, expected, strict=True)):
-        rule.compare(tokens, theirs, f"{label}, prompt {i}")
-    assert len(rule.ties) <= 1, rule.ties
+def compare(ours: list[Draws], expected: list[Draws], label: str, *, greedy: bool) -> None:
+    """Token for token, but for at most two first differences where the choice hangs on the last bits."""
+    ties = 0
+    for i, (a, b) in enumerate(zip(ours, expected, strict=True)):
+        assert len(a) == len(b) == NEW
+        for step, (our, their) in enumerate(zip(a, b, strict=True)):
+            if our.token_id == their.token_id:
+                assert abs(our.logprob - their.logprob) < TIE_GAP
+                continue
+            gap = their.top[0][1] - their.top[1][1] if greedy else abs(our.logprob - their.logprob)
+            what = f"{label}, sequence {i}, step {step}: {our.token_id} for {their.token_id}, gap {gap:.1e}"
+            assert gap < (TIE_GAP if greedy else NEIGHBOURS), what
+            print(f"tie: {what}")
+            ties += 1
+            break
+    assert ties <= 2
 
 
 @pytest.mark.parametrize(
@@ -76,14 +86,14 @@ def test_batched_chunked_cached_preempted_and_forked_equal_alone(smollm2_gguf, a
     small = "num_pages" in knobs
     with LLM(smollm2_gguf, **KNOBS, **knobs) as llm:
         for kind, params in PARAMS.items():
-            label = f"{kind} {knobs}"
+            label, greedy = f"{kind} {knobs}", kind == "greedy"
             if small:
-                compare(preempting(llm, prompts, params, knobs["preemption"]), expected[kind], label)
-            compare(answers(llm, prompts, params), expected[kind], label)
-            compare(answers(llm, prompts, params), expected[kind], f"again, {label}")
-        params = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=NEW, ignore_eos=True, n=4)
-        family = llm.generate([prompts[4]], params, progress=False)[0]
-        assert [out.token_ids for out in family.outputs] == expected["family"]
+                disturbed = preempting(llm, prompts, params, knobs["preemption"])
+                compare(disturbed, expected[kind], f"preempted, {label}", greedy=greedy)
+            compare(answers(llm, prompts, params), expected[kind], label, greedy=greedy)
+            compare(answers(llm, prompts, params), expected[kind], f"again, {label}", greedy=greedy)
+        family = llm.generate([prompts[4]], FAMILY, progress=False)[0]
+        compare([out.logprobs or [] for out in family.outputs], expected["family"], f"family {knobs}", greedy=False)
         stats = llm.engine.stats()
         assert (stats.held_pages, stats.compiles_after_warmup) == (0, 0)
         assert stats.cached_tokens >= 3 * len(prompts[4]) // 16 * 16, "the children did not compute the prompt again"
@@ -91,7 +101,7 @@ def test_batched_chunked_cached_preempted_and_forked_equal_alone(smollm2_gguf, a
             assert stats.preemptions >= 2 * len(prompts)
 
 
-def preempting(llm: LLM, prompts: list[list[int]], params: SamplingParams, how: str) -> list[list[int]]:
+def preempting(llm: LLM, prompts: list[list[int]], params: SamplingParams, how: str) -> list[Draws]:
     """Generate, and take the pages of every sequence at least once on the way, the first one's too."""
     engine = llm.engine
     swap = {"swap": True, "recompute": False, "auto": None}[how]
@@ -104,4 +114,4 @@ def preempting(llm: LLM, prompts: list[list[int]], params: SamplingParams, how: 
             if not sequence.preemptions and sequence.num_output >= 3:
                 engine.scheduler.preempt(sequence, swap=swap)
     assert all(sequence.preemptions for sequence in sequences)
-    return [sequence.output_token_ids for sequence in sequences]
+    return [sequence.logprobs for sequence in sequences]
