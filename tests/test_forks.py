@@ -190,6 +190,7 @@ def test_prompt_log_probabilities_are_scored_once_for_the_family():
 PARAMS = SamplingParams(seed=11, max_tokens=20, top_p=0.9, temperature=0.8, n=6, ignore_eos=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "knobs",
     [
