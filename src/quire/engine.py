@@ -301,7 +301,7 @@ class Engine:
         if not isinstance(sequence, Sequence):
             raise RequestError(f"{sequence!r} must be a Sequence, as add() returns them")
         if sequence not in self._requests.get(sequence.request.id, ()):
-            raise RequestError(f"sequence {sequence.request.id}/{sequence.index} is not alive in this engine")
+            raise RequestError(f"sequence {sequence.name} is not alive in this engine")
         return self.scheduler.fork(sequence)
 
     @_owner_only

@@ -319,8 +319,13 @@ class Sequence:
         child.prompt_logprobs = self.prompt_logprobs
         return child
 
+    @property
+    def name(self) -> str:
+        """What messages and maps call it: request id/index."""
+        return f"{self.request.id}/{self.index}"
+
     def __repr__(self) -> str:
-        return f"<Sequence {self.request.id}/{self.index} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
+        return f"<Sequence {self.name} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -347,7 +352,7 @@ class Sequence:
     def move_to(self, state: SequenceState) -> None:
         """Change state along the transition table."""
         if state not in TRANSITIONS[self.state]:
-            raise StateError(f"sequence {self.request.id}/{self.index}: no way from {self.state} to {state}")
+            raise StateError(f"sequence {self.name}: no way from {self.state} to {state}")
         self.state = state
 
     def finish(self, reason: FinishReason) -> None:

@@ -158,7 +158,7 @@ class FakeRunner:
                 place = page[offset]
                 if place is None:
                     raise KVError(f"row {row}: page {table[i // size]}, offset {offset} was never written")
-                state = hash((state, place[0], place[1]))
+                state = hash_step(state, place[0], place[1])
                 if state != place[2]:
                     raise KVError(f"row {row}: page {table[i // size]}, offset {offset} is not of this sequence")
         return state

@@ -33,7 +33,7 @@ def audit(scheduler: Scheduler) -> None:
 
 
 def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
-    tables, name = scheduler.tables, f"sequence {sequence.request.id}/{sequence.index}"
+    tables, name = scheduler.tables, f"sequence {sequence.name}"
     if sequence.state is not SequenceState.RUNNING or sequence.host_pages:
         raise AuditError(f"{name} runs, is {sequence.state} and has {len(sequence.host_pages)} host pages")
     if scheduler.in_flight is None:
@@ -55,7 +55,7 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
 
 
 def _check_queued(scheduler: Scheduler, sequence: Sequence) -> None:
-    name = f"sequence {sequence.request.id}/{sequence.index}"
+    name = f"sequence {sequence.name}"
     if sequence.pages:
         raise AuditError(f"{name} is {sequence.state} and holds {len(sequence.pages)} pages")
     swapped = sequence.state is SequenceState.SWAPPED
@@ -71,7 +71,7 @@ def _check_families(scheduler: Scheduler) -> None:
     """Nobody is forgotten: of every family alive each member is somewhere, or has ended and holds nothing."""
     somewhere = set(chain(scheduler.running, scheduler.waiting, *scheduler.unborn.values()))
     for sequence in _members(somewhere):
-        name = f"sequence {sequence.request.id}/{sequence.index}"
+        name = f"sequence {sequence.name}"
         if sequence.state is SequenceState.FINISHED:
             if sequence.pages or sequence.host_pages:
                 raise AuditError(f"{name} is finished and holds {len(sequence.pages) + len(sequence.host_pages)} pages")

@@ -108,6 +108,6 @@ def _owners(tables: list, size: int) -> tuple[dict[int, list[str]], dict[int, in
     sequence: Sequence
     for sequence, table in tables:
         for i, page in enumerate(table):
-            owners.setdefault(page, []).append(f"{sequence.request.id}/{sequence.index}")
+            owners.setdefault(page, []).append(sequence.name)
             fills[page] = max(fills.get(page, 0), min(max(sequence.num_computed - i * size, 0), size))
     return owners, fills

@@ -68,7 +68,7 @@ class PageTables:
     @property
     def num_available(self) -> int:
         """Pages that can be had without taking them from a sequence."""
-        return self.allocator.num_free + (self.prefix_cache.num_idle if self.prefix_cache else 0)
+        return self.allocator.num_free + self.num_cached
 
     @property
     def num_cached(self) -> int:

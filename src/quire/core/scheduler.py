@@ -100,7 +100,7 @@ class Scheduler:
         if sequence.state is SequenceState.FINISHED or not sequence.num_output:
             state = sequence.state if sequence.num_output else "without a token of its own"
             raise RequestError(
-                f"sequence {sequence.request.id}/{sequence.index} is {state}: fork one that has drawn a token and "
+                f"sequence {sequence.name} is {state}: fork one that has drawn a token and "
                 "has not finished, or ask for n sequences at once"
             )
         child = sequence.fork()
@@ -270,7 +270,7 @@ class Scheduler:
         if self.in_flight is not None:
             raise RuntimeError("a step is in flight: preempt between two steps")
         if sequence.state is not SequenceState.RUNNING:
-            raise ValueError(f"sequence {sequence.request.id}/{sequence.index} is {sequence.state}, not running")
+            raise ValueError(f"sequence {sequence.name} is {sequence.state}, not running")
         self.running.remove(sequence)
         self._put_back(sequence, swap=swap)
 
