@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import wraps
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from quire.batch import Packer, step_shapes
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
-from quire.core.audit import Readings, audit, readings
+from quire.core.audit import audit, readings
 from quire.core.errors import RequestError
 from quire.core.page_map import PageMap, page_map
 from quire.core.page_tables import PageTables
@@ -31,41 +31,9 @@ from quire.device.memory import default_host_bytes, default_pool_bytes
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.request import Request, Sequence, TokenEvent, Version
+from quire.stats import EngineStats
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats(Readings):
-    """A reading of the engine, taken between two steps."""
-
-    num_pages: int
-    num_host_pages: int
-    free_host_pages: int
-    running: int
-    waiting: int
-    """Sequences without a row; the swapped ones are not among them."""
-    swapped: int
-    steps: int
-    preemptions: int
-    recomputes: int
-    """Preemptions whose pages are computed again."""
-    swaps: int
-    """Preemptions whose pages went to host memory."""
-    evictions: int
-    """Pages that the prefix cache gave up."""
-    prompt_tokens: int
-    """Prompt tokens of every request added."""
-    cached_tokens: int
-    """Positions that were found in the prefix cache, or with a relative, instead of computed."""
-    computed_tokens: int
-    """Tokens put through the model, recomputed ones included."""
-    generated_tokens: int
-    page_copies: int
-    """Pages copied because a fork began in the middle of one."""
-    weight_version: Version
-    programs: int
-    compiles_after_warmup: int
 
 
 class Handle(Protocol):
