@@ -90,6 +90,10 @@ class History:
                 params |= {"prompt_logprobs": True, "max_tokens": rng.randint(0, 3)}
             if rng.random() < 0.1:
                 params["min_tokens"] = min(2, params["max_tokens"])
+            if rng.random() < 0.1:
+                params["stop_token_ids"] = (rng.randrange(1, VOCAB),)
+            if rng.random() < 0.1:
+                params["stop"] = [[rng.randrange(1, VOCAB)]]  # the host's to find
         self.num_requests += 1
         request = Request(
             id=f"r{self.num_requests}",
@@ -97,6 +101,7 @@ class History:
             params=SamplingParams(seed=self.num_requests, **params),
             priority=rng.choice((0, 0, 0, 1, -1)),
             cache_salt=rng.choice(("", "", "", "tenant")),
+            stream=rng.random() < 0.2,
         )
         self.alive += self.engine.add(request)
 
@@ -150,7 +155,7 @@ class History:
         if params.temperature:
             token = next_token(state, VOCAB, sequence.seed, sequence.index, position)
         if position - sequence.prompt_len < params.min_tokens:
-            while token in sequence.eos_ids:
+            while token in sequence.stop_ids:
                 token = (token + 1) % VOCAB
         if token != sequence.tokens[position]:
             raise MismatchError(
@@ -232,14 +237,15 @@ class History:
 
 
 CONFIGS = [
-    {},
+    {"max_rounds": 3},
     {"preemption": "swap", "num_host_pages": 3},
-    {"preemption": "recompute", "page_size": 4, "num_pages": 7, "num_host_pages": 0},
-    {"prefix_cache": False, "page_size": 1, "num_pages": 22, "num_host_pages": 20},
+    {"preemption": "recompute", "page_size": 4, "num_pages": 7, "num_host_pages": 0, "max_rounds": 8},
+    {"prefix_cache": False, "page_size": 1, "num_pages": 22, "num_host_pages": 20, "max_rounds": 2},
     {"debug": True, "max_num_seqs": 6, "max_num_batched_tokens": 6, "page_size": 3, "num_pages": 10},
-    {"page_size": 2, "num_pages": 40, "max_num_seqs": 8, "max_num_batched_tokens": 24},
+    {"page_size": 2, "num_pages": 40, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_rounds": 8},
+    {"debug": True, "preemption": "swap", "max_rounds": 5},
 ]
-"""Pools from cramped to ample: a request may need all but a few pages of the smallest."""
+"""Pools from cramped to ample: a request may need all but a few pages of the smallest; one round or many."""
 
 
 def play_history(seed: int, num_operations: int) -> Counter[str]:
@@ -251,7 +257,13 @@ def play_history(seed: int, num_operations: int) -> Counter[str]:
     history.drain()
     stats = history.engine.stats()
     history.done.update(
-        {"steps": stats.steps, "swaps": stats.swaps, "recomputes": stats.recomputes, "evictions": stats.evictions}
+        {
+            "steps": stats.steps,
+            "rounds": stats.rounds,
+            "swaps": stats.swaps,
+            "recomputes": stats.recomputes,
+            "evictions": stats.evictions,
+        }
     )
     history.done.update({"copies": stats.page_copies, "cached tokens": stats.cached_tokens})
     return history.done

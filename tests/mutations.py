@@ -217,3 +217,30 @@ def drop_the_last_score(patch):
         self.plan.samples = [s for s in self.plan.samples if s.target is None or s.position != last or last < 3]
 
     patch.setattr(Planner, "add", add_less)
+
+
+@mutation
+def go_on_past_the_pages(patch):
+    """Rows may run more rounds than their pages hold."""
+    patch.setattr(PageTables, "reach", lambda self, sequence, end: end)
+    grow = PageTables.grow
+    patch.setattr(
+        PageTables, "grow", lambda self, sequence, end: grow(self, sequence, min(end, len(sequence.tokens) + 1))
+    )
+
+
+@mutation
+def go_on_while_stops_are_forbidden(patch):
+    """Rounds do not end where `min_tokens` is reached: stop ids stay forbidden in those that follow."""
+    reserve = Scheduler._reserve_ahead
+
+    def reserve_more(self, plan):
+        reserve(self, plan)
+        for i, row in enumerate(plan.rows):
+            if row.sequence.num_output < row.sequence.params.min_tokens:
+                left = row.sequence.max_tokens - row.sequence.num_output
+                end = self.tables.reach(row.sequence, row.first + min(left, self.max_rounds))
+                self.tables.grow(row.sequence, end)
+                plan.rows[i] = row._replace(max_rounds=end - row.first)
+
+    patch.setattr(Scheduler, "_reserve_ahead", reserve_more)

@@ -28,7 +28,7 @@ def tokens(outputs):
 
 @pytest.fixture(scope="module")
 def llm():
-    with tiny_llm(debug=True) as llm:
+    with tiny_llm(debug=True, max_rounds=1) as llm:  # a token a step; what it is compared with runs many rounds
         yield llm
 
 

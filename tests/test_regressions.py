@@ -18,7 +18,7 @@ SHARED = [(3 * i) % 90 + 1 for i in range(16)]
 
 @pytest.fixture(scope="module")
 def llm():
-    with tiny_llm(debug=True, fail_on_compile=True) as llm:
+    with tiny_llm(debug=True, fail_on_compile=True, max_rounds=1) as llm:
         yield llm
 
 

@@ -24,7 +24,7 @@ def generate(llm, params=GREEDY, **more):
 
 @pytest.fixture
 def llm():
-    with tiny_llm(debug=True, fail_on_compile=True) as llm:
+    with tiny_llm(debug=True, fail_on_compile=True, max_rounds=1) as llm:
         yield llm
 
 

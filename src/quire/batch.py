@@ -12,8 +12,18 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.core.errors import AuditError
-from quire.core.plan import Sample, StepPlan
-from quire.device.inputs import INVALID, MAX_BIASES, BatchLayout, PageCommands, SampleInputs, StepInputs, StepShape
+from quire.core.plan import Row, Sample, StepPlan
+from quire.device.inputs import (
+    INVALID,
+    MAX_BIASES,
+    MAX_STOP_IDS,
+    BatchLayout,
+    PageCommands,
+    RoundInputs,
+    SampleInputs,
+    StepInputs,
+    StepShape,
+)
 
 MIN_ROWS = 4
 """On a CPU a matmul with fewer rows is several times slower than one with four."""
@@ -91,6 +101,7 @@ class Packer:
             tokens_T=tokens_T,
             layout=layout,
             samples=pack_samples(plan.samples, shape.num_samples),
+            rounds=_pack_rounds(rows, shape.num_rows),
             pages=PageCommands(
                 swap_out=_pairs(plan.operations.swap_outs),
                 copy=_pairs(plan.operations.copies),
@@ -114,6 +125,16 @@ class Packer:
             if shape.num_tokens >= num_tokens and shape.num_rows >= num_rows and shape.num_samples >= num_samples:
                 return shape
         raise AuditError(f"no program holds {num_tokens} tokens, {num_rows} rows and {num_samples} samples")
+
+
+def _pack_rounds(rows: Sequence[Row], num_rows: int) -> RoundInputs:
+    """How far each row may go on, and the ids that end it; a padded row goes nowhere."""
+    stop_ids_BE = np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32)
+    for i, row in enumerate(rows):
+        if row.max_rounds > 1:
+            ids = row.sequence.stop_ids
+            stop_ids_BE[i, : len(ids)] = ids
+    return RoundInputs(max_rounds_B=_padded([row.max_rounds for row in rows], num_rows, 0), stop_ids_BE=stop_ids_BE)
 
 
 def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:

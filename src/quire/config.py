@@ -35,6 +35,7 @@ class EngineConfig:
     max_num_seqs: int = _knob(64, "sequences that run at the same time, at most")
     max_num_batched_tokens: int = _knob(512, "tokens computed in one step, at most")
     max_model_len: int | None = _knob(None, "prompt plus generated tokens of one sequence, at most")
+    max_rounds: int = _knob(16, "tokens each sequence may generate before the host looks, at most")
     prefix_cache: bool = _knob(True, "find and reuse the KV of prompts that begin alike")
     preemption: str = _knob("auto", "how pages are taken back when they run out: auto, swap or recompute")
     debug: bool = _knob(False, "audit every step and poison freed pages with NaN")
@@ -47,6 +48,7 @@ class EngineConfig:
     compile_cache: str | None = _knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
     )
+    log_timing: bool = _knob(False, "log one line a second (logger quire): speed, and where the time goes", expert=True)
     fail_on_compile: bool = _knob(False, "raise when anything compiles after warm-up", expert=True)
 
     def __post_init__(self) -> None:
@@ -56,6 +58,7 @@ class EngineConfig:
         check_whole("page_size", self.page_size, 1, 4096)
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
+        check_whole("max_rounds", self.max_rounds, 1, 1024)
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
@@ -70,7 +73,7 @@ class EngineConfig:
                     f"preemption={self.preemption!r} with num_host_pages={self.num_host_pages}: swapping needs host "
                     "pages, recomputing none; change one of the two"
                 )
-        for name in ("prefix_cache", "debug", "fail_on_compile"):
+        for name in ("prefix_cache", "debug", "log_timing", "fail_on_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.max_num_batched_tokens < self.max_num_seqs:

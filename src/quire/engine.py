@@ -4,6 +4,7 @@
 """
 
 import itertools
+import logging
 import secrets
 import threading
 import time
@@ -31,7 +32,7 @@ from quire.device.memory import default_host_bytes, default_pool_bytes
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.request import Request, Sequence, TokenEvent, Version
-from quire.stats import EngineStats
+from quire.stats import EngineStats, Stopwatch
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
 
@@ -72,6 +73,8 @@ class Runner(Protocol):
         """Clear every page."""
         ...
 
+
+_log = logging.getLogger("quire")
 
 SMOOTHING = 0.1
 """How much the newest step counts in the measured cost of a token."""
@@ -114,7 +117,7 @@ class Engine:
         if len(self.eos_ids) > MAX_EOS_IDS or max(self.eos_ids, default=0) >= model.vocab_size:
             raise ValueError(f"end tokens {sorted(self.eos_ids)}: at most {MAX_EOS_IDS}, each below {model.vocab_size}")
         self._owner = threading.get_ident()
-        self._clock = clock
+        self._watch = Stopwatch(clock)
         mesh = mesh or make_mesh()
         num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len, mesh)
         num_host_pages = _host_pages(config, model, num_pages)
@@ -132,6 +135,7 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_num_samples=config.max_num_samples,
+            max_rounds=config.max_rounds,
             preemption=config.preemption,
         )
         self._packer = Packer(
@@ -151,6 +155,7 @@ class Engine:
                 page_size=config.page_size,
                 pages_per_row=pages_per_row,
                 shapes=shapes,
+                max_rounds=config.max_rounds,
                 num_host_pages=num_host_pages,
                 attention=config.attention,
                 fail_on_compile=config.fail_on_compile,
@@ -163,7 +168,9 @@ class Engine:
         """Those with a sequence alive."""
         self._to_abort: deque[str] = deque()
         self._num_arrived = self._steps = self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
-        self._page_copies = 0
+        self._page_copies = self._rounds = 0
+        self._logged: EngineStats | None = None
+        self._logged_at = 0.0
 
     @property
     def is_owned_here(self) -> bool:
@@ -186,15 +193,32 @@ class Engine:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     @_owner_only
-    def step(self) -> list[TokenEvent]:
-        """Advance everything by one step; returns what happened, and nothing when there is nothing to do."""
+    def step(self, meanwhile: Callable[[], object] | None = None) -> list[TokenEvent]:
+        """Advance everything by one step; returns what happened, and nothing when there is nothing to do.
+
+        `meanwhile` is called while the device computes: there is the time to deliver what the last step returned. What
+        it raises is raised once the step is committed.
+        """
+        watch = self._watch
+        watch.start()
         plan = self._schedule()
         if not plan:
+            if meanwhile:
+                meanwhile()
             return []
-        with self._surviving(plan), self._timed(plan):
+        with self._surviving(plan):
             inputs = self._packer.pack(plan)
+            watch.lap("plan_s")
             handle = self.runner.run(inputs)
-            return self._commit(plan, handle)
+            watch.lap("dispatch_s")
+            error = _caught(meanwhile) if meanwhile else None
+            result = handle.result()
+            self._learn_cost(plan, watch.lap("wait_s"))
+            events = self._commit(plan, result)
+            watch.lap("output_s")
+        if error:
+            raise error
+        return events
 
     def _schedule(self) -> StepPlan:
         while self._to_abort:
@@ -219,15 +243,12 @@ class Engine:
             self._forget_finished(list(self._requests))
             raise
 
-    @contextmanager
-    def _timed(self, plan: StepPlan) -> Iterator[None]:
+    def _learn_cost(self, plan: StepPlan, seconds: float) -> None:
         """Learn from steps with prompts in them what computing a token costs: that decides how to preempt."""
-        start = self._clock()
-        yield
         if plan.num_tokens > 2 * len(plan.rows):
-            costs, seconds = self.scheduler.costs, (self._clock() - start) / plan.num_tokens
-            before = seconds if costs.seconds_per_token is None else costs.seconds_per_token
-            costs.seconds_per_token = before + SMOOTHING * (seconds - before)
+            costs, now = self.scheduler.costs, seconds / plan.num_tokens
+            before = now if costs.seconds_per_token is None else costs.seconds_per_token
+            costs.seconds_per_token = before + SMOOTHING * (now - before)
 
     @property
     def has_work(self) -> bool:
@@ -403,6 +424,7 @@ class Engine:
             waiting=scheduler.num_waiting - swapped,
             swapped=swapped,
             steps=self._steps,
+            rounds=self._rounds,
             preemptions=scheduler.num_preemptions,
             recomputes=scheduler.num_recomputes,
             swaps=scheduler.num_swaps,
@@ -415,6 +437,7 @@ class Engine:
             weight_version=tables.weights.version,
             programs=self.runner.num_programs,
             compiles_after_warmup=self.runner.num_compiles,
+            timing=self._watch.read(),
         )
 
     @_owner_only
@@ -427,17 +450,37 @@ class Engine:
         """Owner, refcount, fill, hash and tier of every page; `print` draws it."""
         return page_map(self.scheduler)
 
-    def _commit(self, plan: StepPlan, handle: Handle) -> list[TokenEvent]:
-        """Wait for a step, let the scheduler judge it, keep count."""
-        events = self.scheduler.commit(plan, handle.result())
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Let the scheduler judge what a step produced, and keep count."""
+        events = self.scheduler.commit(plan, result)
+        num_rounds = max((len(event.token_ids) for event in events), default=1)
         self._steps += 1
+        self._rounds += num_rounds
         self._computed_tokens += plan.num_tokens
+        if num_rounds > 1:
+            self._computed_tokens += sum(len(event.token_ids) - 1 for event in events)
         self._page_copies += len(plan.operations.copies)
         self._generated_tokens += sum(len(event.token_ids) for event in events)
         self._forget_finished(event.sequence.request.id for event in events if event.finish_reason)
         if self.config.debug:
             audit(self.scheduler)
+        if self.config.log_timing:
+            self._log_timing()
         return events
+
+    def _log_timing(self) -> None:
+        """A line a second: how fast, and where the time goes."""
+        seconds = time.perf_counter() - self._logged_at
+        if seconds >= 1:
+            stats, before = self.stats(), self._logged
+            if before:
+                tokens, rounds = stats.generated_tokens - before.generated_tokens, stats.rounds - before.rounds
+                per_step = rounds / max(stats.steps - before.steps, 1)
+                _log.info(
+                    f"{tokens / seconds:.0f} tokens/s, {stats.running} running, {stats.waiting} waiting, "
+                    f"{per_step:.1f} rounds a step; {stats.timing - before.timing}"
+                )
+            self._logged, self._logged_at = stats, time.perf_counter()
 
     def _forget_finished(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -447,6 +490,14 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         """A request is over. Its family is taken apart: members that know each other would wait for the collector."""
         self._requests.pop(request_id, []).clear()
+
+
+def _caught(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

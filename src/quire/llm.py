@@ -45,6 +45,7 @@ class LLM:
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 512,
         max_model_len: int | None = None,
+        max_rounds: int = 16,
         prefix_cache: bool = True,
         preemption: str = "auto",
         debug: bool = False,
@@ -60,6 +61,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            max_rounds=max_rounds,
             prefix_cache=prefix_cache,
             preemption=preemption,
             debug=debug,
@@ -177,7 +179,7 @@ class LLM:
         prompts = _prompt_list(prompt)
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, {len(prompts)} were given; generate takes many")
-        (request,) = self._requests(prompts, params, cache_salt)
+        (request,) = self._requests(prompts, params, cache_salt, stream=True)
         self.engine.check(request)
         return self._stream(request)
 
@@ -207,7 +209,7 @@ class LLM:
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Sequence[Prompt], params: Any, cache_salt: str = "") -> list[Request]:
+    def _requests(self, prompts: Sequence[Prompt], params: Any, cache_salt: str, stream: bool = False) -> list[Request]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
@@ -215,8 +217,9 @@ class LLM:
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one for each")
         call = uuid.uuid4().hex[:8]
+        common = {"cache_salt": cache_salt, "stream": stream}
         return [
-            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one, cache_salt=cache_salt)
+            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one, **common)
             for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
         ]
 

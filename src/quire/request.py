@@ -169,6 +169,8 @@ class Request:
     """Higher runs first; the same priority runs in order of arrival."""
     cache_salt: str = ""
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
+    stream: bool = False
+    """Somebody watches: hand out tokens in small groups."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):
@@ -176,6 +178,8 @@ class Request:
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             raise ValueError(f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters")
+        if not isinstance(self.stream, bool):
+            raise ValueError(f"stream={self.stream!r} must be True or False")
 
 
 Version = int | str
@@ -233,7 +237,8 @@ class Sequence:
         "arrival", "eos_ids", "family", "finish_reason", "has_stop_strings", "hash_root", "host_pages", "index",
         "kv_weights", "logprobs", "max_tokens", "num_born", "num_cached_tokens", "num_computed", "num_failures",
         "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent", "preemptions",
-        "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "text", "tokens", "weight_versions",
+        "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text", "tokens",
+        "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -262,6 +267,8 @@ class Sequence:
         self.seed = seed
         self.max_tokens = max_tokens
         self.eos_ids = frozenset() if request.params.ignore_eos else eos_ids
+        self.stop_ids = [*self.eos_ids, *request.params.stop_token_ids]
+        """Token ids that end it once it has `min_tokens`."""
         self.text = text
         """Turns the output into text; None without a tokenizer."""
         self.params = request.params
@@ -343,11 +350,11 @@ class Sequence:
         return (-self.priority, self.arrival, self.index)
 
     @property
-    def forbidden_ids(self) -> frozenset[int] | tuple[int, ...]:
+    def forbidden_ids(self) -> SequenceOf[int]:
         """Token ids that may not be drawn next, because `min_tokens` has not been reached."""
         if self.num_output >= self.params.min_tokens:
             return ()
-        return self.eos_ids.union(self.params.stop_token_ids)
+        return self.stop_ids
 
     def move_to(self, state: SequenceState) -> None:
         """Change state along the transition table."""

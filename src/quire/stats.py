@@ -1,9 +1,61 @@
 """What an engine says of itself."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
 
 from quire.core.audit import Readings
 from quire.request import Version
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where the time of all steps went, in seconds; subtract an earlier reading for what came after it."""
+
+    plan_s: float = 0.0
+    """Deciding who runs, and laying it out in arrays."""
+    dispatch_s: float = 0.0
+    """Handing the arrays to the device."""
+    wait_s: float = 0.0
+    """Until the device was done; what the caller did meanwhile is hidden in it."""
+    output_s: float = 0.0
+    """Judging and recording what came back."""
+
+    @property
+    def host_s(self) -> float:
+        """What the device spends waiting for the host."""
+        return self.plan_s + self.dispatch_s + self.output_s
+
+    def __sub__(self, earlier: "StepTiming") -> "StepTiming":
+        return StepTiming(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
+
+    def __str__(self) -> str:
+        total = self.host_s + self.wait_s or 1.0
+        parts = ("plan", self.plan_s), ("dispatch", self.dispatch_s), ("wait", self.wait_s), ("output", self.output_s)
+        return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts)
+
+
+class Stopwatch:
+    """Adds the time since it was last looked at to one part of a step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = dict.fromkeys(("plan_s", "dispatch_s", "wait_s", "output_s"), 0.0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = self._clock()
+
+    def lap(self, part: str) -> float:
+        """A part of the step is done; returns its seconds."""
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        self._seconds[part] += seconds
+        return seconds
+
+    def read(self) -> StepTiming:
+        """The sums so far."""
+        return StepTiming(**self._seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +70,9 @@ class EngineStats(Readings):
     """Sequences without a row; the swapped ones are not among them."""
     swapped: int
     steps: int
+    """Dispatches: round trips between host and device."""
+    rounds: int
+    """Rounds in all of them: a decoding sequence gets a token in each."""
     preemptions: int
     recomputes: int
     """Preemptions whose pages are computed again."""
@@ -37,3 +92,4 @@ class EngineStats(Readings):
     weight_version: Version
     programs: int
     compiles_after_warmup: int
+    timing: StepTiming

@@ -11,13 +11,22 @@ else's changes it.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from quire.config import ModelConfig, engine_config
-from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, PageCommands, SampleInputs, StepInputs, StepOutput
+from quire.device.inputs import (
+    INVALID,
+    NUM_TOP_LOGPROBS,
+    BatchLayout,
+    PageCommands,
+    SampleInputs,
+    StepInputs,
+    StepOutput,
+)
 from quire.engine import Engine
 
 Place = tuple[int, int, int]
@@ -82,7 +91,7 @@ class FakeRunner:
             self._survived = failure == "before"
             raise InjectedError(failure)
         self._run_page_commands(inputs.pages)
-        output = self._draw(self._forward(inputs), inputs.samples)
+        output = self._rounds(inputs)
         interruption, self.during_run = self.during_run, None
         if interruption:
             interruption()
@@ -115,11 +124,39 @@ class FakeRunner:
         for page in commands.poison.tolist():
             pages[page] = self._empty[:]
 
-    def _forward(self, inputs: StepInputs) -> list[int]:
+    def _rounds(self, inputs: StepInputs) -> StepOutput:
+        """The first round; then rows go on by themselves, as far as they may and until they draw a stop id."""
+        outputs = [self._draw(self._forward(inputs.tokens_T, inputs.layout), inputs.samples)]
+        limits, layout = inputs.rounds.max_rounds_B, inputs.layout
+        is_active = limits > 1
+        while is_active.any():
+            round_, last_B = len(outputs), outputs[-1].tokens_SR[:, 0]
+            is_active = is_active & (round_ < limits) & ~(last_B[:, None] == inputs.rounds.stop_ids_BE).any(axis=1)
+            if not is_active.any():
+                break
+            rows = np.flatnonzero(is_active)
+            positions = layout.positions_T[rows] + round_
+            pages = layout.page_table_BP[rows, positions // self.page_size]
+            states = [0] * len(is_active)
+            going_on = replace(
+                layout,
+                positions_T=positions,
+                destinations_T=pages * self.page_size + positions % self.page_size,
+                kv_lens_B=np.where(is_active, layout.positions_T + round_ + 1, 0),
+                cu_q_lens_B1=np.concatenate([[0], np.cumsum(is_active)]),
+            )
+            for row, state in zip(rows, self._forward(last_B[rows], going_on), strict=True):
+                states[row] = state
+            drawn = self._draw(states, replace(inputs.samples, position_S=inputs.samples.position_S + round_))
+            drawn.tokens_SR[~is_active] = INVALID
+            outputs.append(drawn)
+        return jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *outputs)
+
+    def _forward(self, tokens_T: np.ndarray, layout: BatchLayout) -> list[int]:
         """Write every token's place, then read each row from its beginning. Returns the state at each token."""
-        layout, size, pages = inputs.layout, self.page_size, self._pages
+        size, pages = self.page_size, self._pages
         starts, kv_lens = layout.cu_q_lens_B1.tolist(), layout.kv_lens_B.tolist()
-        tokens, positions = inputs.tokens_T.tolist(), layout.positions_T.tolist()
+        tokens, positions = tokens_T.tolist(), layout.positions_T.tolist()
         destinations = layout.destinations_T.tolist()
         states = [0] * len(tokens)
         written: set[int] = set()
@@ -204,6 +241,7 @@ class FakeClock:
 def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: int = 0, **knobs: Any) -> Engine:
     """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
     defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    defaults["max_rounds"] = 1
     knobs = defaults | {name: value for name, value in knobs.items() if value is not None}
     if knobs.get("preemption") != "recompute":
         knobs.setdefault("num_host_pages", knobs["num_pages"] // 2)

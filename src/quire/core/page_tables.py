@@ -164,6 +164,11 @@ class PageTables:
         if missing > 0:
             self._allocate(sequence, missing)
 
+    def reach(self, sequence: Sequence, end: int) -> int:
+        """How far towards `end` a sequence's pages can reach when nobody, and no cached page, gives way for it."""
+        num_pages = min(self.pages_for(end), len(sequence.pages) + self.allocator.num_free)
+        return min(end, num_pages * self.page_size)
+
     def _allocate(self, sequence: Sequence, count: int) -> list[int]:
         short = count - self.allocator.num_free
         if short > 0:

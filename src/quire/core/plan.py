@@ -20,7 +20,7 @@ class Row(NamedTuple):
     first: int
     num_tokens: int
     max_rounds: int
-    """Tokens this row may produce before the host sees them."""
+    """Tokens this row may produce before the host sees them; its pages reach that far."""
 
 
 class Sample(NamedTuple):
@@ -62,13 +62,20 @@ class StepPlan:
     def __bool__(self) -> bool:
         return bool(self.rows)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the device could run more than one round: every row has one token, and draws one for itself."""
+        return self.num_tokens == len(self.rows) == len(self.samples) and all(
+            sample.row == i and sample.target is None for i, sample in enumerate(self.samples)
+        )
+
 
 class StepResult(Protocol):
     """What commit needs of a finished step; `S` counts the plan's samples, padding after them is ignored."""
 
     @property
     def tokens_SR(self) -> np.ndarray:
-        """Drawn (or scored) token ids, one column a round."""
+        """Drawn (or scored) token ids, one column a round; negative in rounds that a row took no part in."""
         ...
 
     @property

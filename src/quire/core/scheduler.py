@@ -35,6 +35,10 @@ class PreemptionCosts:
     pages_per_move: int = 1
 
 
+WATCHED_ROUNDS = 4
+"""Rounds in one dispatch, at most, when somebody watches a stream or waits for a place."""
+
+
 class Scheduler:
     """Owns the queue, the running list and, through `tables`, every page."""
 
@@ -45,6 +49,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_num_samples: int | None = None,
+        max_rounds: int = 1,
         preemption: str = "auto",
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -53,6 +58,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_samples = max_num_seqs if max_num_samples is None else max_num_samples
+        self.max_rounds = max_rounds
         self.preemption = preemption
         self.costs = PreemptionCosts()
         self.waiting = WaitingQueue()
@@ -155,6 +161,8 @@ class Scheduler:
                 promised += self._growth(planner.started[-1])
         plan = planner.plan
         if plan:
+            if self.max_rounds > 1 and plan.can_go_on:
+                self._reserve_ahead(plan)
             plan.operations = self.tables.take_operations()
             self.in_flight = plan
         return plan
@@ -228,6 +236,31 @@ class Scheduler:
                 return False
         self.tables.grow(sequence, end)
         return True
+
+    def _reserve_ahead(self, plan: StepPlan) -> None:
+        """Let every row of a plan that only decodes go on for some rounds, as far as its budget and free pages reach.
+
+        Nobody is preempted, and nothing cached is given up, to reserve ahead. When somebody waits for a place, no
+        round is run beyond the first budget that ends. A row that uses less than was reserved for it has ended, and
+        gives everything back at commit.
+        """
+        left = [row.sequence.max_tokens - row.sequence.num_output for row in plan.rows]
+        most = self.max_rounds
+        if self.waiting or any(row.sequence.request.stream for row in plan.rows):
+            most = min(most, WATCHED_ROUNDS)
+        if self.waiting:
+            most = min(most, *left)
+        if most == 1:
+            return
+        rows = plan.rows
+        for i, (row, budget) in enumerate(zip(rows, left, strict=True)):
+            sequence, rounds = row.sequence, min(most, budget)
+            missing = sequence.params.min_tokens - sequence.num_output
+            if missing > 0:  # until then its stop ids are forbidden, and after it they are not
+                rounds = min(rounds, missing)
+            end = self.tables.reach(sequence, row.first + rounds)
+            self.tables.grow(sequence, end)
+            rows[i] = row._replace(max_rounds=end - row.first)
 
     def _make_room_for_head(self) -> None:
         """Preempt who comes after the head of the queue, when that lets it in.
@@ -382,9 +415,13 @@ class Scheduler:
         self.tables.dispatched()
         weights, prompts_done = self.tables.weights, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
-        for is_alive, (sequence, first, num_tokens, _) in zip(counts, plan.rows, strict=True):
+        samples = [(i, sample) for i, sample in enumerate(plan.samples) if counts[sample.row]]
+        events = self._accept(samples, result)
+        for is_alive, (sequence, first, num_tokens, max_rounds) in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence.num_computed = first + num_tokens
+                if max_rounds > 1:  # of the tokens it drew all but the last have been computed as well
+                    sequence.num_computed = len(sequence.tokens) - 1
                 if first == 0:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
@@ -392,8 +429,9 @@ class Scheduler:
                 self.tables.publish(sequence)
                 if first < sequence.prompt_len <= first + num_tokens:
                     prompts_done.append(sequence)
-        samples = [(i, sample) for i, sample in enumerate(plan.samples) if counts[sample.row]]
-        events = self._commit_samples(samples, result)
+        for event in events:
+            if event.finish_reason:
+                self._finish(event.sequence, event.finish_reason)
         for sequence in prompts_done:
             events += self._commit_prompt(sequence)
         if any(event.finish_reason for event in events):
@@ -415,7 +453,8 @@ class Scheduler:
     def _drop_finished(self) -> None:
         self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
 
-    def _commit_samples(self, samples: list[tuple[int, Sample]], result: StepResult) -> list[TokenEvent]:
+    def _accept(self, samples: list[tuple[int, Sample]], result: StepResult) -> list[TokenEvent]:
+        """Append what was drawn, up to the first stop; what a row drew after it is dropped."""
         events = []
         all_tokens = result.tokens_SR.tolist()
         version = self.tables.weights.version
@@ -428,6 +467,8 @@ class Scheduler:
                 continue
             reason, accepted = None, []
             for round_, token_id in enumerate(all_tokens[i]):
+                if token_id < 0:
+                    break
                 sequence.tokens.append(token_id)
                 sequence.weight_versions.append(version)
                 accepted.append(token_id)
@@ -435,7 +476,6 @@ class Scheduler:
                     sequence.logprobs.append(_logprob(sequence, result, i, round_, drawn=True))
                 reason = sequence.stop_reason()
                 if reason is not None:
-                    self._finish(sequence, reason)
                     break
             events.append(TokenEvent(sequence, tuple(accepted), reason))
         return events

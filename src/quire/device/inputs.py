@@ -14,6 +14,8 @@ import numpy as np
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
 
+MAX_STOP_IDS = 80
+"""Token ids that end one sequence: up to 64 of its own and the model's end tokens."""
 MAX_BIASES = 384
 """Token ids whose logit one sample may change: 300 biases, up to 64 stop ids and the model's end tokens."""
 NUM_TOP_LOGPROBS = 20
@@ -91,6 +93,17 @@ class SampleInputs:
     """Whether any alternatives will be read."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RoundInputs:
+    """How far each row of a decode step may go on by itself. More than one round only if sample b draws for row b."""
+
+    max_rounds_B: Any
+    """Tokens the row may produce: by its budget, and by its pages; 0 for padding."""
+    stop_ids_BE: Any
+    """Token ids after which it need not go on, or INVALID. The host judges again."""
+
+
 @dataclass(frozen=True)
 class PageCommands:
     """Whole pages to touch before a step's writes, in this order."""
@@ -112,6 +125,7 @@ class StepInputs:
     tokens_T: np.ndarray
     layout: BatchLayout
     samples: SampleInputs
+    rounds: RoundInputs
     pages: PageCommands
 
     @property
@@ -128,6 +142,7 @@ class StepOutput:
     """What a step produced; one column a round."""
 
     tokens_SR: Any
+    """INVALID in rounds that the row did not take part in."""
     logprobs_SR: Any
     """Raw log-probability of the token, before everything else; 0 where nobody asked, as in all that follows."""
     top_ids_SRX: Any

@@ -22,8 +22,10 @@ from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import (
     MAX_BIASES,
+    MAX_STOP_IDS,
     BatchLayout,
     PageCommands,
+    RoundInputs,
     SampleInputs,
     StepInputs,
     StepOutput,
@@ -33,6 +35,7 @@ from quire.device.mesh import sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params, Parts, decoder, unembed
 from quire.device.models.weights import place_params
+from quire.device.rounds import run_rounds
 from quire.device.sampler import sample
 
 PAGE_COMMAND_WIDTH = 64
@@ -71,6 +74,7 @@ class ModelRunner:
         page_size: int,
         pages_per_row: int,
         shapes: Sequence[StepShape],
+        max_rounds: int = 1,
         num_host_pages: int = 0,
         attention: str = "xla",
         fail_on_compile: bool = False,
@@ -81,16 +85,18 @@ class ModelRunner:
         self.page_size = page_size
         self.pages_per_row = pages_per_row
         self.shapes = tuple(shapes)
+        self.max_rounds = max_rounds
         self.num_compiles = 0
         """Programs compiled inside `run` since warm-up."""
         self.pages_per_move = PAGE_COMMAND_WIDTH
         self.seconds_per_move = 0.0
         """To move up to so many pages to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
-        self._params = params
-        self._parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
+        self.params = params
+        self.parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
+        self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)
-        self._cache = self._create_cache()
+        self._cache = self.create_cache(num_pages)
         self._host = kv_cache.HostPages(self._cache, num_host_pages) if num_host_pages else None
         self._programs: dict[StepShape, Callable] = {}
 
@@ -141,7 +147,8 @@ class ModelRunner:
         with self._count_compiles():
             self._run_page_commands(inputs.pages)
             program = self._programs[inputs.shape]
-            self._cache, output = program(self._params, self._cache, inputs.tokens_T, inputs.layout, inputs.samples)
+            arrays = (inputs.tokens_T, inputs.layout, inputs.samples, inputs.rounds)
+            self._cache, output = program(self.params, self._cache, *arrays)
         return StepHandle(output)
 
     def _run_page_commands(self, commands: PageCommands) -> None:
@@ -168,27 +175,28 @@ class ModelRunner:
 
     def set_weights(self, params: Params) -> None:
         """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's."""
-        self._params = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype), copy=True)
+        self.params = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype), copy=True)
 
     def zero(self) -> None:
         """Clear every page on the device."""
         del self._cache  # before there is another
-        self._cache = self._create_cache()
+        self._cache = self.create_cache(self.num_pages)
 
     def recover(self) -> bool:
         """After a failed step: True if the cache survived it, else a new one has been made and every page is lost."""
         try:
             jax.block_until_ready(self._cache)  # raises if it was donated, or if the program that made it failed
         except RuntimeError:
-            self._cache = self._create_cache()
+            self._cache = self.create_cache(self.num_pages)
             return False
         return True
 
-    def _create_cache(self) -> kv_cache.KVCache:
+    def create_cache(self, num_pages: int) -> kv_cache.KVCache:
+        """A pool of so many pages."""
         return kv_cache.create(
-            self._parts.backend,
+            self.parts.backend,
             self.model,
-            num_pages=self.num_pages,
+            num_pages=num_pages,
             page_size=self.page_size,
             dtype=self._dtype,
             mesh=self.mesh,
@@ -196,17 +204,22 @@ class ModelRunner:
 
     def trace(self, shape: StepShape) -> jax.stages.Traced:
         """The program of one shape, not yet for any platform."""
-        parts, layer = self._parts, get_architecture(self.model.architecture).layer
+        parts, layer, max_rounds = self.parts, self.layer, self.max_rounds
 
-        def step(params, cache, tokens_T, layout, samples):
-            hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
-            logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
-            return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP)
+        def step(params, cache, tokens_T, layout, samples, rounds):
+            def one_round(cache, tokens_T, layout, samples):
+                hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
+                logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
+                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP)
+
+            if shape.decode:
+                return run_rounds(one_round, cache, tokens_T, layout, samples, rounds, max_rounds)
+            return one_round(cache, tokens_T, layout, samples)
 
         whole = sharding(self.mesh)
-        tokens_T, layout, samples = abstract_inputs(shape, self.pages_per_row, whole)
+        inputs = abstract_inputs(shape, self.pages_per_row, whole)
         program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(parts.backend, self.mesh), whole))
-        return program.trace(self._params, self._cache, tokens_T, layout, samples)
+        return program.trace(self.params, self._cache, *inputs)
 
     @contextmanager
     def _count_compiles(self) -> Iterator[None]:
@@ -255,7 +268,11 @@ def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding)
         want_logprobs=array(np.bool_),
         want_top=array(np.bool_),
     )
-    return array(np.int32, tokens), layout, sample_inputs
+    rounds = RoundInputs(
+        max_rounds_B=array(np.int32, rows),
+        stop_ids_BE=array(np.int32, rows, MAX_STOP_IDS),
+    )
+    return array(np.int32, tokens), layout, sample_inputs, rounds
 
 
 def _batches(commands: np.ndarray, padding: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
