@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import logging
 import sys
 import types
 import typing
@@ -18,8 +19,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate_parser(commands)
     _chat_parser(commands)
+    _bench_parser(commands)
     commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
     args = parser.parse_args(argv)
+    logging.basicConfig(format="%(name)s: %(message)s")
+    logging.getLogger("quire").setLevel(logging.INFO)
     try:
         return _run(args)
     except ValueError as error:
@@ -39,6 +43,10 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import generate
 
         return generate.run(args)
+    if args.command == "bench":
+        from quire.cli import bench
+
+        return bench.run(args)
     from quire.cli import chat
 
     return chat.run(args)
@@ -63,6 +71,47 @@ def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     _sampling_flags(parser, max_tokens=None, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
+
+
+def _bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "bench", help="measure speed", description="Measure speed, with its noise. Compare only within one run."
+    )
+    kinds = {
+        "throughput": "tokens a second of a fixed batch",
+        "prefill": "prompt tokens a second",
+        "latency": "one stream, at each length of context",
+        "serve": "requests that arrive when a trace says",
+        "fork": "many samples of one prompt, against cached single requests",
+        "prefix": "time to the first token of a prompt that is known, against one that is new",
+        "host": "what the host adds to each token",
+    }
+    listed = ", ".join(f"{kind} ({text})" for kind, text in kinds.items())
+    parser.add_argument("kind", metavar="KIND", choices=list(kinds), help=listed)
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--rows", type=_numbers, default=[8, 32, 64], metavar="N,...", help="sequences (8,32,64)")
+    group.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of each prompt (64)")
+    group.add_argument("--new-tokens", type=int, default=128, metavar="N", help="tokens generated after it (128)")
+    group.add_argument("--contexts", type=_numbers, default=[256, 1024, 4096], metavar="N,...", help="for latency")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="after one to warm up (3)")
+    group.add_argument("--against", metavar="WHAT", help="bare, or the command of a peer (see bench/peers)")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="for throughput (0)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="for throughput (1)")
+    group.add_argument("--trace", metavar="FILE", help="for serve: a CSV of arrivals, as in bench/traces")
+    group.add_argument("--requests", type=int, default=64, metavar="N", help="for serve: the trace's first N (64)")
+    group.add_argument("--rate", type=float, default=1.0, metavar="R", help="for serve: requests a second (1)")
+    group.add_argument("--scale", type=float, default=0.1, metavar="S", help="for serve: lengths, of the trace's (0.1)")
+    group.add_argument("--json", metavar="FILE", help="one JSON object a line; - for standard output")
+    _engine_flags(parser, max_num_seqs=None)
+
+
+def _numbers(text: str) -> list[int]:
+    """`8,32,64`."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise ValueError(text)
+    return numbers
 
 
 def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:

@@ -1,0 +1,65 @@
+"""`quire bench KIND MODEL`: one line for each result, for people or as JSON."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from quire import LLM, bench
+from quire.bench import Result
+from quire.cli import engine_knobs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print."""
+    for name, low in (("repeats", 1), ("prompt_len", 1), ("new_tokens", 2 if args.kind == "latency" else 1)):
+        if getattr(args, name) < low:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {low}")
+    if args.kind == "serve" and args.trace is None:
+        raise ValueError("serve needs --trace FILE, a CSV of arrivals such as bench/traces/azure_conv_2023.csv")
+    with LLM(args.model, quiet=args.json == "-", **_knobs(args)) as llm:
+        results = _measure(args, llm)
+        if args.json in (None, "-"):
+            _write(results, sys.stdout, as_json=args.json is not None)
+        else:
+            with open(args.json, "w") as file:
+                _write(results, file, as_json=True)
+    return 0
+
+
+def _measure(args: argparse.Namespace, llm: LLM) -> Iterator[Result]:
+    batch = {"rows": args.rows, "prompt_len": args.prompt_len, "repeats": args.repeats}
+    if args.kind == "throughput":
+        draw = {"temperature": args.temperature, "top_p": args.top_p}
+        return bench.throughput(llm, **batch, new_tokens=args.new_tokens, against=args.against, **draw)
+    if args.kind == "prefill":
+        return bench.prefill(llm, **batch, against=args.against)
+    if args.kind == "latency":
+        return bench.latency(llm, contexts=args.contexts, new_tokens=args.new_tokens, repeats=args.repeats)
+    if args.kind == "prefix":
+        return bench.prefix(llm, prompt_len=args.prompt_len, repeats=args.repeats)
+    if args.kind == "serve":
+        return bench.serve(llm, trace=Path(args.trace), requests=args.requests, scale=args.scale, rate=args.rate)
+    return {"fork": bench.fork, "host": bench.host}[args.kind](llm, **batch, new_tokens=args.new_tokens)
+
+
+def _knobs(args: argparse.Namespace) -> Result:
+    """The engine's, as small as the measurement allows: what is not used is not compiled."""
+    knobs = engine_knobs(args)
+    most_rows = {"latency": 1, "prefix": 1, "serve": 64}.get(args.kind, max(args.rows))
+    longest = max(args.contexts) if args.kind == "latency" else args.prompt_len
+    knobs["max_num_seqs"] = knobs["max_num_seqs"] or most_rows
+    knobs["max_num_batched_tokens"] = max(knobs["max_num_batched_tokens"], knobs["max_num_seqs"])
+    if args.kind != "serve":
+        knobs["max_model_len"] = knobs["max_model_len"] or longest + args.new_tokens
+    return knobs
+
+
+def _write(results: Iterator[Result], file: TextIO, *, as_json: bool) -> None:
+    for result in results:
+        shown = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in result.items()
+        )
+        print(json.dumps(result) if as_json else "  ".join(shown), file=file, flush=True)
