@@ -8,7 +8,8 @@ import pytest
 
 from quire.batch import pack_samples
 from quire.core.plan import Sample
-from quire.device.sampler import PREFIX, TILE, _draw_tiled, sample
+from quire.device.cut import cut
+from quire.device.sampler import TILE, _draw_tiled, sample
 from quire.request import Request, SamplingParams, Sequence
 
 VOCAB = 1000
@@ -74,8 +75,8 @@ def test_greedy_takes_the_first_of_the_most_likely():
         {"top_k": 40, "top_p": 0.5},
         {"min_p": 0.2},
         {"top_p": 0.9, "min_p": 0.1},
-        {"top_p": 0.999, "temperature": 3.0},  # beyond the prefix
-        {"top_k": PREFIX + 100, "top_p": 0.97, "temperature": 4.0},  # beyond the prefix
+        {"top_p": 0.999, "temperature": 3.0},
+        {"top_k": 356, "top_p": 0.97, "temperature": 4.0},
     ],
     ids=str,
 )
@@ -102,7 +103,7 @@ def test_draws_follow_the_distribution(params):
 
 def test_a_token_does_not_depend_on_batch_mates_or_their_cuts():
     mates = [
-        SamplingParams(top_p=0.9999, temperature=9.0, seed=3),  # forces the full sort
+        SamplingParams(top_p=0.9999, temperature=9.0, seed=3),
         SamplingParams(temperature=0),
         SamplingParams(top_k=3, seed=5),
         SamplingParams(seed=6),
@@ -162,11 +163,40 @@ def test_forbidden_tokens_are_never_drawn(temperature):
     assert np.isin(run(x, inputs([free] * 200, list(range(200)), eos={3})).tokens_SR, [3, 4]).all()
 
 
-def test_a_vocabulary_smaller_than_the_prefix_and_the_block():
+def test_a_vocabulary_smaller_than_a_tile():
     x = logits(1, vocab=11)
     for params in ({"top_k": 3}, {"top_p": 0.5}, {}, {"logprobs": 20}):
         token = run(x, inputs([SamplingParams(seed=2, **params)])).tokens_SR[0, 0]
         assert 0 <= token < 11
+
+
+@pytest.mark.parametrize("kind", ["spread", "ties", "equal", "one", "underflow"])
+def test_what_is_cut_is_what_sorting_would_cut(kind):
+    """Against a sort in float64; where top-p falls within rounding of a token's edge either side of it will do."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((40, 700)) * np.linspace(0.1, 6, 40)[:, None]
+    if kind == "ties":
+        x = np.round(x)
+    elif kind == "equal":
+        x[:] = 0
+    elif kind == "one":
+        x[:, 5] = 60
+    elif kind == "underflow":
+        x *= 60
+    weights = np.exp(x - x.max(axis=1, keepdims=True)).astype(np.float32)
+    weights[weights < 1e-37] = 0  # a device takes smaller numbers for 0
+    top_k = rng.choice([0, 0, 1, 2, 7, 100, 699, 700, 5000], size=40).astype(np.int32)
+    top_p = rng.choice([1.0, 1.0, 0.95, 0.5, 0.1, 1e-6, 0.999], size=40).astype(np.float32)
+    kept = np.asarray(jax.jit(cut)(weights, top_k, top_p))
+    for row in range(40):
+        order = np.argsort(-weights[row], kind="stable")
+        left = order[: top_k[row] or None]
+        before = np.cumsum(weights[row][left], dtype=np.float64) - weights[row][left]
+        goal = float(top_p[row]) * weights[row][left].sum(dtype=np.float64)
+        surely = left if top_p[row] == 1 else left[before < goal * (1 - 1e-6)]
+        perhaps = left if top_p[row] == 1 else left[before < goal * (1 + 1e-6)]
+        assert kept[row, order[0]]
+        assert set(surely) <= set(np.flatnonzero(kept[row])) <= set(perhaps) | {order[0]}
 
 
 def test_one_program_serves_every_mix():

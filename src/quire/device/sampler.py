@@ -2,11 +2,7 @@
 
 One uniform number per token, made from a counter (seed, sequence index, position): a token does not depend on its batch
 mates, on chunking or on how often the sequence was preempted. It is turned into a token by the inverse of the
-cumulative distribution, which costs one pass over the vocabulary.
-
-    drawn from everything       in vocabulary order: first the tile of 256 tokens, then the token in it
-    cut by top-k or top-p       in order of likelihood, over the PREFIX most likely tokens; a row whose cut lies beyond
-                                them takes a full sort, in the rare step that has such a row
+cumulative distribution in vocabulary order, which costs one pass: first the tile of 256 tokens, then the token in it.
 
 Penalties come first, then the bias, then temperature, top-k, top-p of what is left, min-p. Which tokens a row has seen
 is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at run
@@ -20,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from quire.device.cut import cut
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
 
 TILE = 256
-PREFIX = 256
 COLDEST = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
 
@@ -142,15 +138,11 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
     weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * cooling_S[:, None])
     uniform_S = jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
-    cut_S = hot_S & ((inputs.top_k_S > 0) | (inputs.top_p_S < 1))
-
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
-    is_kept_SV = weights_SV >= inputs.min_p_S[:, None]
+    top_k_S, top_p_S = jnp.where(hot_S, inputs.top_k_S, 0), jnp.where(hot_S, inputs.top_p_S, 1.0)
+    is_kept_SV = cut(weights_SV, top_k_S, top_p_S) & (weights_SV >= inputs.min_p_S[:, None])
     kept_SV = jnp.where(is_kept_SV, weights_SV, 0.0)
-    everything = _draw_tiled(kept_SV, uniform_S), _count(is_kept_SV), jnp.sum(kept_SV, axis=-1)
-    total_S = jnp.sum(weights_SV, axis=-1)
-    cut = lax.cond(jnp.any(cut_S), _draw_cut, lambda *_: everything, weights_SV, total_S, uniform_S, cut_S, inputs)
-    tokens_S, num_kept_S, mass_S = (jnp.where(cut_S, a_S, b_S) for a_S, b_S in zip(cut, everything, strict=True))
+    tokens_S, num_kept_S, mass_S = _draw_tiled(kept_SV, uniform_S), _count(is_kept_SV), jnp.sum(kept_SV, axis=-1)
     return Drawn(
         jnp.where(hot_S, tokens_S, greedy.tokens_S),
         greedy.peak_S,
@@ -194,49 +186,3 @@ def _invert_at(weights_SN: jax.Array, point_S: jax.Array) -> tuple[jax.Array, ja
     index_S = jnp.minimum(index_S, jnp.argmax(cumulative_SN, axis=-1)).astype(jnp.int32)
     before_S = jnp.take_along_axis(cumulative_SN - weights_SN, index_S[:, None], axis=-1)[:, 0]
     return index_S, jnp.maximum(point_S - before_S, 0.0)
-
-
-Cut = tuple[jax.Array, jax.Array, jax.Array]
-"""Tokens drawn, how many were kept to draw from, and their weight."""
-
-
-def _draw_cut(
-    weights_SV: jax.Array, total_S: jax.Array, uniform_S: jax.Array, cut_S: jax.Array, inputs: SampleInputs
-) -> Cut:
-    """Rows with top-k or top-p: over the most likely tokens, all of the vocabulary only where they do not suffice."""
-    width = min(PREFIX, weights_SV.shape[1])
-    values_SW, ids_SW = lax.top_k(weights_SV, width)
-    short, fits_S = _draw_sorted(values_SW, ids_SW, total_S, uniform_S, inputs)
-    if width == weights_SV.shape[1]:
-        return short
-
-    def sort_all() -> Cut:
-        values_SV, ids_SV = lax.top_k(weights_SV, weights_SV.shape[1])
-        full, _ = _draw_sorted(values_SV, ids_SV, total_S, uniform_S, inputs)
-        tokens_S, num_kept_S, mass_S = (jnp.where(fits_S, a_S, b_S) for a_S, b_S in zip(short, full, strict=True))
-        return tokens_S, num_kept_S, mass_S
-
-    return lax.cond(jnp.any(cut_S & ~fits_S), sort_all, lambda: short)
-
-
-def _draw_sorted(
-    weights_SW: jax.Array, ids_SW: jax.Array, total_S: jax.Array, uniform_S: jax.Array, inputs: SampleInputs
-) -> tuple[Cut, jax.Array]:
-    """Draw from the W most likely tokens, and say of each row whether what it keeps lies among them."""
-    width = weights_SW.shape[1]
-    rank_SW = lax.broadcasted_iota(jnp.int32, weights_SW.shape, 1)
-    top_k_S = jnp.where(inputs.top_k_S > 0, inputs.top_k_S, jnp.iinfo(jnp.int32).max)
-    kept_SW = rank_SW < top_k_S[:, None]
-    cumulative_SW = jnp.cumsum(jnp.where(kept_SW, weights_SW, 0.0), axis=-1)
-    before_cut_S = jnp.where(top_k_S <= width, cumulative_SW[:, -1], total_S)
-    # The smallest set that reaches top-p: a token stays while those before it have not reached it.
-    before_SW = cumulative_SW - weights_SW
-    kept_SW &= (before_SW < (inputs.top_p_S * before_cut_S)[:, None]) | (inputs.top_p_S >= 1)[:, None]
-    kept_SW |= rank_SW == 0
-    kept_SW &= weights_SW >= inputs.min_p_S[:, None]
-    kept_weights_SW = jnp.where(kept_SW, weights_SW, 0.0)
-    index_S, _ = _invert(kept_weights_SW, uniform_S)
-    mass_known_S = (top_k_S <= width) | (inputs.top_k_S == 0)
-    fits_S = (top_k_S <= width) | (mass_known_S & (cumulative_SW[:, -1] >= inputs.top_p_S * before_cut_S))
-    tokens_S = jnp.take_along_axis(ids_SW, index_S[:, None], axis=-1)[:, 0]
-    return (tokens_S, _count(kept_SW), jnp.sum(kept_weights_SW, axis=-1)), fits_S
