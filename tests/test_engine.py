@@ -160,7 +160,7 @@ def test_freed_pages_are_nan_and_nobody_notices(params, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("attention", ["xla", "reference"])
+@pytest.mark.parametrize("attention", ["auto", "xla", "reference"])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_whatever_lies_in_unwritten_pages_changes_nothing(attention, poison, alone, params):
     with tiny_llm(attention=attention) as other:

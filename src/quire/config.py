@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32")
-ATTENTION_BACKENDS = ("xla", "reference")
+ATTENTION_BACKENDS = ("auto", "native", "xla", "reference")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 # Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
@@ -44,7 +44,11 @@ class EngineConfig:
     num_host_pages: int | None = _knob(
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
-    attention: str = _knob("xla", "attention backend: xla, or reference (slow, readable)", expert=True)
+    attention: str = _knob(
+        "auto",
+        "attention backend: auto (native on a CPU where it was built, else xla), native, xla or reference (slow)",
+        expert=True,
+    )
     compile_cache: str | None = _knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
     )

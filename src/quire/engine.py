@@ -51,6 +51,8 @@ class Runner(Protocol):
     seconds_per_move: float
     pages_per_move: int
     num_compiles: int
+    why_not_native: str | None
+    """Why attention does without the native kernel on a CPU, where it does."""
 
     @property
     def num_programs(self) -> int:

@@ -119,7 +119,10 @@ class LLM:
                 progress=lambda done, total, what: _advance(bar, done, total, what),
             )
         if not quiet:
-            print(f"quire: {self._engine.capacity}; {self._engine.runner.num_programs} programs", file=sys.stderr)
+            runner = self._engine.runner
+            print(f"quire: {self._engine.capacity}; {runner.num_programs} programs", file=sys.stderr)
+            if runner.why_not_native:
+                print(f"quire: attention runs in plain XLA, which is slower: {runner.why_not_native}", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:

@@ -72,6 +72,7 @@ class FakeRunner:
         self.seconds_per_move, self.pages_per_move = 5e-4, 4
         self.num_compiles = 0
         self.num_programs = 0
+        self.why_not_native: str | None = None
         self.num_runs = 0
         self.weights = 0
         self.during_run: Callable[[], None] | None = None

@@ -12,24 +12,53 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.device import native
 from quire.device.attention import get_backend, paged_attention
+from quire.device.attention.native import NativeBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
 from tests.tiny import tiny_config
 
-BACKENDS = ["reference", "xla"]
-CONFIG = tiny_config(num_heads=6, num_kv_heads=2, head_dim=8)
+BACKENDS = ["reference", "xla", *(f"native {isa}" for isa in native.instruction_sets())]
+NUM_HEADS, NUM_KV_HEADS = 6, 2
 
 
 @functools.cache
-def attention(name, window, scale):
+def attention(name, window, scale, num_devices=1):
     """A backend and its jitted entry point."""
-    backend = get_backend(name)
+    backend, mesh = backend_of(name), make_mesh(jax.devices()[:num_devices])
     return backend, jax.jit(
-        lambda kv, q, k, v, layout: paged_attention(
-            backend, make_mesh(), kv, q, k, v, layout, scale=scale, window=window
-        )
+        lambda kv, q, k, v, layout: paged_attention(backend, mesh, kv, q, k, v, layout, scale=scale, window=window)
     )
+
+
+def backend_of(name):
+    name, _, isa = name.partition(" ")
+    return NativeBackend(isa) if isa else get_backend(name)
+
+
+def to_pages(backend, k_MZKH, v_MZKH):
+    """The backend's arrays from arrays with a page's positions in order."""
+    if not isinstance(backend, NativeBackend):
+        order = [("pages", "offset", "kv_heads", "head").index(axis) for axis in backend.axes]
+        return k_MZKH.transpose(order), v_MZKH.transpose(order)
+    num_pages, page_size, num_kv_heads, head_dim = k_MZKH.shape
+    pair = 4 // k_MZKH.dtype.itemsize
+    k = k_MZKH.reshape(num_pages, page_size, num_kv_heads, head_dim // pair, pair).transpose(0, 2, 3, 1, 4)
+    # The second half of an odd page's last pair belongs to nobody.
+    last = np.full((num_pages, -page_size % pair, num_kv_heads, head_dim), np.nan, v_MZKH.dtype)
+    v = np.concatenate([v_MZKH, last], axis=1).reshape(num_pages, -1, pair, num_kv_heads, head_dim)
+    return k, v.transpose(0, 3, 1, 4, 2)
+
+
+def from_pages(backend, kv, page_size):
+    """The other way: K and V as `[M, Z, K, H]`."""
+    k, v = (np.asarray(x) for x in kv)
+    if not isinstance(backend, NativeBackend):
+        order = [backend.axes.index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
+        return k.transpose(order), v.transpose(order)
+    k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 2, 4, 1, 3)
+    return k.reshape(*k.shape[:3], -1), v.reshape(len(v), -1, *v.shape[3:])[:, :page_size]
 
 
 class Case:
@@ -47,20 +76,28 @@ class Case:
         decode=False,
         seed=0,
         poison=np.nan,
+        head_dim=8,
+        group=NUM_HEADS // NUM_KV_HEADS,
+        dtype=np.float32,
     ):
         rng = np.random.default_rng(seed)
         self.rows, self.page_size, self.num_pages, self.poison, self.decode = rows, page_size, num_pages, poison, decode
+        self.head_dim, self.group = head_dim, group
+
+        def normal(*shape):
+            return rng.standard_normal(shape).astype(dtype)
+
         width = width or max(-(-kv_len // page_size) for kv_len, _ in rows) + 1
-        self.keys = [rng.standard_normal((kv_len, 2, 8)).astype(np.float32) for kv_len, _ in rows]
-        self.values = [rng.standard_normal((kv_len, 2, 8)).astype(np.float32) for kv_len, _ in rows]
+        self.keys = [normal(kv_len, NUM_KV_HEADS, head_dim) for kv_len, _ in rows]
+        self.values = [normal(kv_len, NUM_KV_HEADS, head_dim) for kv_len, _ in rows]
         self.num_tokens = sum(q_len for _, q_len in rows)
         total = self.num_tokens + pad_tokens
-        self.q = rng.standard_normal((total, 6, 8)).astype(np.float32)
+        self.q = normal(total, group * NUM_KV_HEADS, head_dim)
         pages = rng.permutation(num_pages)
         tables = np.full((len(rows) + pad_rows, width), pages[-1], np.int32)  # padding may name anybody's page
         positions, destinations = np.zeros(total, np.int32), np.full(total, num_pages * page_size, np.int32)
         kv_lens, cu_q_lens = np.zeros(len(tables), np.int32), np.full(len(tables) + 1, self.num_tokens, np.int32)
-        self.new_k, self.new_v = (rng.standard_normal((total, 2, 8)).astype(np.float32) for _ in range(2))
+        self.new_k, self.new_v = (normal(total, NUM_KV_HEADS, head_dim) for _ in range(2))
         start = used = 0
         for i, (kv_len, q_len) in enumerate(rows):
             count = -(-kv_len // page_size)
@@ -76,34 +113,39 @@ class Case:
         self.tables = tables
         self.layout = BatchLayout(positions, destinations, tables, kv_lens, cu_q_lens, decode=decode)
 
-    def pool(self, backend, which):
-        """The KV arrays before the step: history written, everything else poison."""
-        flat = np.full((self.num_pages * self.page_size, 2, 8), self.poison, np.float32)
+    def pool(self, backend):
+        """The KV arrays before the step."""
+        return tuple(jnp.asarray(x) for x in to_pages(backend, self.dense(self.keys), self.dense(self.values)))
+
+    def dense(self, which):
+        """As `[M, Z, K, H]`: history written, everything else poison."""
+        flat = np.full((self.num_pages * self.page_size, *which[0].shape[1:]), self.poison, which[0].dtype)
         for i, ((kv_len, q_len), data) in enumerate(zip(self.rows, which, strict=True)):
             old = np.arange(kv_len - q_len)
             flat[self.tables[i, old // self.page_size] * self.page_size + old % self.page_size] = data[old]
-        pages = flat.reshape(self.num_pages, self.page_size, 2, 8)
-        order = [("pages", "offset", "kv_heads", "head").index(axis) for axis in backend.axes]
-        return jnp.asarray(pages.transpose(order))
+        return flat.reshape(self.num_pages, self.page_size, *flat.shape[1:])
 
     def expected(self, scale, window):
-        out = np.zeros((self.num_tokens, 6, 8), np.float32)
+        out = np.zeros((self.num_tokens, *self.q.shape[1:]), np.float64)
+        q = self.q.astype(np.float64)
         token = 0
-        for (kv_len, q_len), k, v in zip(self.rows, self.keys, self.values, strict=True):
+        for (kv_len, q_len), keys, values in zip(self.rows, self.keys, self.values, strict=True):
+            k, v = (x.astype(np.float64) for x in (keys, values))
             for position in range(kv_len - q_len, kv_len):
                 first = 0 if window is None else max(0, position - window + 1)
-                for head in range(6):
-                    scores = k[first : position + 1, head // 3] @ self.q[token, head] * scale
+                for head in range(len(q[token])):
+                    scores = k[first : position + 1, head // self.group] @ q[token, head] * scale
                     weights = np.exp(scores - scores.max())
-                    out[token, head] = weights @ v[first : position + 1, head // 3] / weights.sum()
+                    out[token, head] = weights @ v[first : position + 1, head // self.group] / weights.sum()
                 token += 1
         return out
 
-    def run(self, name, *, window=None, scale=0.35):
-        backend, call = attention(name, window, scale)
-        kv = (self.pool(backend, self.keys), self.pool(backend, self.values))
-        out, kv = call(kv, self.q, self.new_k, self.new_v, self.layout)
-        np.testing.assert_allclose(out[: self.num_tokens], self.expected(scale, window), atol=2e-6, rtol=2e-5)
+    def run(self, name, *, window=None, scale=None, atol=2e-6, rtol=2e-5, num_devices=1):
+        scale = scale or self.head_dim**-0.5
+        backend, call = attention(name, window, scale, num_devices)
+        out, kv = call(self.pool(backend), self.q, self.new_k, self.new_v, self.layout)
+        got = np.asarray(out[: self.num_tokens], np.float64)
+        np.testing.assert_allclose(got, self.expected(scale, window), atol=atol, rtol=rtol)
         return backend, kv
 
 
@@ -133,17 +175,15 @@ def test_any_page_size(name, page_size):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_only_the_destinations_are_written(name):
-    case = Case([(6, 3), (9, 1)])
-    backend = get_backend(name)
-    before = np.asarray(case.pool(backend, case.keys))
-    _, (k, _) = case.run(name)
-    k, axes = np.asarray(k), backend.axes
-    order = [axes.index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
-    k, before = (x.transpose(order).reshape(-1, 2, 8) for x in (k, before))
+    case = Case([(6, 3), (9, 1), (70, 65)])
+    backend, kv = case.run(name)
+    pages = from_pages(backend, kv, case.page_size)
     written = case.layout.destinations_T[: case.num_tokens]
-    np.testing.assert_array_equal(k[written], case.new_k[: case.num_tokens])
-    others = np.setdiff1d(np.arange(len(k)), written)
-    np.testing.assert_array_equal(k[others], before[others])
+    for after, before, new in zip(pages, (case.keys, case.values), (case.new_k, case.new_v), strict=True):
+        after, before = (x.reshape(-1, *x.shape[2:]) for x in (after, case.dense(before)))
+        np.testing.assert_array_equal(after[written], new[: case.num_tokens])
+        others = np.setdiff1d(np.arange(len(after)), written)
+        np.testing.assert_array_equal(after[others], before[others])
 
 
 @settings(deadline=None, max_examples=100)
@@ -161,9 +201,9 @@ def test_random_ragged_batches(rows, window, poison):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_toy_example_of_the_seeds(name):
     """Section 5.1: page size 4, pages [2, 7], length 6; position 5 lands in page 7 at offset 1, 6 and 7 stay unseen."""
-    backend = get_backend(name)
-    config = tiny_config(num_heads=1, num_kv_heads=1, head_dim=2)
-    empty = jnp.full(backend.shape(config, 10, 4), jnp.nan, jnp.float32)
+    backend = backend_of(name)
+    config = tiny_config(num_heads=1, num_kv_heads=1, head_dim=8)
+    empty = [jnp.full(shape, jnp.nan, jnp.float32) for shape in backend.shapes(config, 10, 4, jnp.dtype("float32"))]
     layout = BatchLayout(
         np.arange(6, dtype=np.int32),
         np.array([8, 9, 10, 11, 28, 29], np.int32),
@@ -172,14 +212,11 @@ def test_the_toy_example_of_the_seeds(name):
         np.array([0, 6], np.int32),
         decode=False,
     )
-    tokens = jnp.arange(12, dtype=jnp.float32).reshape(6, 1, 2)
-    q = jnp.zeros((6, 1, 2), jnp.float32)
-    out, (k, _) = paged_attention(
-        backend, make_mesh(), (empty, empty), q, tokens, tokens, layout, scale=1.0, window=None
-    )
-    order = [backend.axes.index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
-    pages = np.asarray(k).transpose(order)
-    np.testing.assert_array_equal(pages[7, 1, 0], [10, 11])
+    tokens = jnp.arange(48, dtype=jnp.float32).reshape(6, 1, 8)
+    q = jnp.zeros((6, 1, 8), jnp.float32)
+    out, kv = paged_attention(backend, make_mesh(), tuple(empty), q, tokens, tokens, layout, scale=1.0, window=None)
+    pages, _ = from_pages(backend, kv, 4)
+    np.testing.assert_array_equal(pages[7, 1, 0], np.arange(40, 48))
     assert np.isnan(pages[7, 2:]).all()
     np.testing.assert_allclose(out[5, 0], tokens[:, 0].mean(axis=0), rtol=1e-6)
 
@@ -187,11 +224,10 @@ def test_the_toy_example_of_the_seeds(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_prefill_then_decode_as_the_seeds_test_it(name):
     """JetStream's tests: 16 tokens over two pages of 8, then one more at page 16 // 8, offset 16 % 8."""
-    backend = get_backend(name)
+    backend = backend_of(name)
     config = tiny_config(num_heads=2, num_kv_heads=2, head_dim=8)
-    cache = tuple(jnp.zeros(backend.shape(config, 3, 8), jnp.float32) for _ in range(2))
+    cache = tuple(jnp.zeros(shape, jnp.float32) for shape in backend.shapes(config, 3, 8, jnp.dtype("float32")))
     table = np.array([[1, 0, 2]], np.int32)
-    order = [backend.axes.index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
 
     def step(cache, positions, value):
         ones = jnp.full((len(positions), 2, 8), value, jnp.float32)
@@ -207,13 +243,13 @@ def test_prefill_then_decode_as_the_seeds_test_it(name):
         return paged_attention(backend, make_mesh(), cache, ones, ones, ones, layout, scale=1.0, window=None)
 
     out, cache = step(cache, np.arange(16), 1.0)
-    pages = np.asarray(cache[0]).transpose(order)
+    pages, _ = from_pages(backend, cache, 8)
     assert (pages[:2] == 1).all()
     assert (pages[2] == 0).all()
     np.testing.assert_allclose(out, 1.0, rtol=1e-6)
     out, cache = step(cache, np.arange(16, 17), 3.0)
     page, offset = divmod(16, 8)
-    pages = np.asarray(cache[0]).transpose(order)
+    pages, _ = from_pages(backend, cache, 8)
     assert (pages[table[0, page], offset] == 3).all()
     assert (pages[table[0, page], offset + 1 :] == 0).all()
     weights = np.exp([24.0] * 16 + [72.0] - np.float64(72))

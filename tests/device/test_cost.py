@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quire.device import native
 from quire.device.attention import get_backend, paged_attention
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh, place
@@ -16,12 +17,17 @@ ROWS, PAGE, LONGEST = 64, 16, 2048
 
 
 @pytest.mark.slow
-def test_64_rows_at_context_128_cost_a_fraction_of_2048():
-    backend, config = get_backend("xla"), tiny_config(num_heads=9, num_kv_heads=3, head_dim=64)
+@pytest.mark.parametrize("name", ["xla", "native"])
+def test_64_rows_at_context_128_cost_a_fraction_of_2048(name):
+    if name == "native" and native.why_not():
+        pytest.skip(native.why_not())
+    backend, config = get_backend(name), tiny_config(num_heads=9, num_kv_heads=3, head_dim=64)
     num_pages = ROWS * LONGEST // PAGE
     rng = np.random.default_rng(0)
-    pages = rng.standard_normal(backend.shape(config, num_pages, PAGE)).astype(jnp.bfloat16)
-    kv = tuple(place(make_mesh(), pages, *backend.axes) for _ in range(2))
+    kv = tuple(
+        place(make_mesh(), rng.standard_normal(shape).astype(jnp.bfloat16), *backend.axes)
+        for shape in backend.shapes(config, num_pages, PAGE, jnp.dtype("bfloat16"))
+    )
     table = rng.permutation(num_pages).reshape(ROWS, -1).astype(np.int32)
     q, k, v = (jnp.asarray(rng.standard_normal((ROWS, n, 64)), jnp.bfloat16) for n in (9, 3, 3))
     program = jax.jit(

@@ -37,11 +37,11 @@ def by_page(cache: kv_cache.KVCache) -> Content:
     return [*layers, np.array(cache.tokens_MZ)]
 
 
-both_backends = pytest.mark.parametrize("name", ["xla", "reference"])
+every_layout = pytest.mark.parametrize("name", ["xla", "reference", "native"])
 one_and_two_devices = pytest.mark.parametrize("num_devices", [1, 2])
 
 
-@both_backends
+@every_layout
 @one_and_two_devices
 def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, num_devices):
     cache, before = filled(name, num_devices)
@@ -53,7 +53,7 @@ def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, n
         assert np.isnan(new[5]).all() if new.dtype == np.float32 else (new[5] == INVALID).all()
 
 
-@both_backends
+@every_layout
 @one_and_two_devices
 def test_pages_go_to_host_memory_and_come_back_elsewhere(name, num_devices):
     cache, before = filled(name, num_devices)

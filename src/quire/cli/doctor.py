@@ -32,14 +32,14 @@ def _version(name: str) -> str:
 def _devices() -> None:
     import jax
 
+    from quire.device import native
     from quire.device.memory import default_pool_bytes
     from quire.device.mesh import make_mesh
 
     for device in jax.local_devices():
         print(f"device       {device.device_kind} ({device.platform})")
     print(f"KV pool      {default_pool_bytes(make_mesh()) / 2**30:.1f} GiB by default")
-    if jax.local_devices()[0].platform == "cpu":
-        print("note         on a CPU: attention runs in plain XLA")
+    print(f"native       {native.why_not() or f'built; uses {native.instruction_sets()[-1]}'}")
 
 
 def _try_it() -> None:

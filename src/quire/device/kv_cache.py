@@ -40,9 +40,10 @@ def create(
     backend: Backend, model: ModelConfig, *, num_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh
 ) -> KVCache:
     """Allocate the pool. The only time its bytes are written without a token."""
-    shape = backend.shape(model, num_pages, page_size)
-    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding(mesh, *backend.axes))
-    layers = [tuple(zeros() for _ in range(2)) for _ in range(model.num_layers)]
+    shapes = backend.shapes(model, num_pages, page_size, dtype)
+    placed = sharding(mesh, *backend.axes)
+    zeros = jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=placed)
+    layers = [zeros() for _ in range(model.num_layers)]
     tokens_MZ = jax.device_put(np.zeros((num_pages, page_size), np.int32), sharding(mesh))
     return KVCache(layers, tokens_MZ, page_axis=backend.axes.index("pages"))
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from quire.config import ModelConfig
 from quire.device import kv_cache
-from quire.device.attention import get_backend
+from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import (
     MAX_BIASES,
     MAX_STOP_IDS,
@@ -76,7 +76,7 @@ class ModelRunner:
         shapes: Sequence[StepShape],
         max_rounds: int = 1,
         num_host_pages: int = 0,
-        attention: str = "xla",
+        attention: str = "auto",
         fail_on_compile: bool = False,
     ) -> None:
         self.model = model
@@ -93,7 +93,9 @@ class ModelRunner:
         """To move up to so many pages to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
         self.params = params
-        self.parts = Parts(config=model, backend=get_backend(attention), mesh=mesh)
+        self.attention, self.why_not_native = choose_backend(attention, model, mesh.devices.flat[0].platform)
+        """The attention backend; and where it is not the CPU's own on a CPU, the reason in one sentence."""
+        self.parts = Parts(config=model, backend=get_backend(self.attention), mesh=mesh)
         self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)
         self._cache = self.create_cache(num_pages)

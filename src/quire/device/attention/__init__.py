@@ -1,6 +1,6 @@
 """Paged attention: one entry point, one readable reference, one file per backend.
 
-A backend owns the layout of the KV arrays: it declares their shape and page axis, writes a step's K and V and attends.
+A backend owns the layout of the KV arrays: it declares their shapes and page axis, writes a step's K and V and attends.
 It runs inside `shard_map`, each device with its own KV heads, because custom kernels do not partition by themselves.
 """
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -15,16 +16,20 @@ from quire.config import ModelConfig
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import partition
 
+Shape = tuple[int, ...]
+
 
 @runtime_checkable
 class Backend(Protocol):
     """What a backend module provides."""
 
-    axes: tuple[str, ...]
-    """Names of the K and V arrays' axes; one of them is "pages", the sharding rules know "kv_heads"."""
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Names of the axes, K's and V's alike; one of them is "pages", the sharding rules know "kv_heads"."""
+        ...
 
-    def shape(self, model: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """Shape of one layer's K array; V has the same."""
+    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> tuple[Shape, Shape]:
+        """Of one layer's K array and of its V array."""
         ...
 
     def write_and_attend(
@@ -43,10 +48,28 @@ class Backend(Protocol):
 
 
 def get_backend(name: str) -> Backend:
-    """A backend by its config name."""
-    from quire.device.attention import reference, xla
+    """A backend by its name."""
+    from quire.device.attention import native, reference, xla
 
-    return {"reference": reference.ReferenceBackend(), "xla": xla.XlaBackend()}[name]
+    backends = {"native": native.NativeBackend, "reference": reference.ReferenceBackend, "xla": xla.XlaBackend}
+    return backends[name]()
+
+
+def choose_backend(knob: str, model: ModelConfig, platform: str) -> tuple[str, str | None]:
+    """The name of the backend that the config's knob means for this model on such devices.
+
+    Beside it, where "auto" had to do without the native kernel on a CPU, the reason in one sentence.
+    """
+    from quire.device.attention import native
+
+    if knob not in ("auto", "native"):
+        return knob, None
+    why_not = native.why_not(model) if platform == "cpu" else f"the native kernel runs on a CPU, not on a {platform}"
+    if why_not is None:
+        return "native", None
+    if knob == "native":
+        raise ValueError(f"attention='native': {why_not}; attention='auto' takes what there is")
+    return "xla", why_not if platform == "cpu" else None
 
 
 def paged_attention(

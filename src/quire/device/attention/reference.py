@@ -16,9 +16,10 @@ class ReferenceBackend:
 
     axes = ("pages", "offset", "kv_heads", "head")
 
-    def shape(self, model: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """`[M, Z, K, H]`."""
-        return num_pages, page_size, model.num_kv_heads, model.head_dim
+    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """`[M, Z, K, H]`, K and V."""
+        shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
+        return shape, shape
 
     def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
         """Write, then attend one token at a time."""

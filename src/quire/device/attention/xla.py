@@ -31,9 +31,10 @@ class XlaBackend:
 
     axes = ("kv_heads", "pages", "offset", "head")
 
-    def shape(self, model: ModelConfig, num_pages: int, page_size: int) -> tuple[int, ...]:
-        """`[K, M, Z, H]`."""
-        return model.num_kv_heads, num_pages, page_size, model.head_dim
+    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """`[K, M, Z, H]`, K and V."""
+        shape = (model.num_kv_heads, num_pages, page_size, model.head_dim)
+        return shape, shape
 
     def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
         """Write, then attend: decoding rows together, prompts tile by tile."""

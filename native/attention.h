@@ -1,0 +1,64 @@
+// Fused KV write and ragged paged attention on a CPU. Knows nothing of XLA, JAX or Python.
+//
+// Letters: T packed tokens, B rows, P pages per row, M pages in the pool, Z page size, N query heads, K KV heads,
+// G = N / K, H head size. An element is float32 or bfloat16; `pair` is 1 for float32 and 2 for bfloat16.
+//
+//   K pages  [M, K, H / pair, Z, pair]         a vector holds the same dimensions of consecutive positions
+//   V pages  [M, K, ceil(Z / pair), H, pair]   a vector holds consecutive dimensions of the same positions
+//
+// so neither product needs a sum across a vector, and both are what a bfloat16 dot instruction or tile takes.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace quire {
+
+// In rising order of preference. A machine that has one has those before it.
+enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+constexpr int kNumIsas = 5;
+
+const char* isa_name(Isa isa);
+bool isa_supported(Isa isa);
+Isa best_isa();
+
+enum class Element { kFloat32, kBfloat16 };
+
+struct Attention {
+  Element element;
+  int64_t num_tokens;     // T
+  int64_t num_rows;       // B
+  int64_t pages_per_row;  // P
+  int64_t num_pages;      // M
+  int64_t page_size;      // Z
+  int64_t num_heads;      // N
+  int64_t num_kv_heads;   // K
+  int64_t head_dim;       // H, a multiple of 8
+  float scale;
+  int64_t window;  // positions a token sees, itself included; 0 for all before it
+
+  const void* q_TNH;
+  const void* k_TKH;
+  const void* v_TKH;
+  const int32_t* destinations_T;  // page * Z + offset; anything outside the pool is dropped
+  const int32_t* page_table_BP;   // a page outside the pool is as if masked
+  const int32_t* kv_lens_B;
+  const int32_t* cu_q_lens_B1;
+
+  void* k_pages;
+  void* v_pages;
+  void* out_TNH;
+};
+
+// Runs task(0) .. task(n - 1), in any order and on any thread, and returns when all are done.
+using RunTasks = std::function<void(int64_t n, const std::function<void(int64_t)>& task)>;
+
+struct Threads {
+  int64_t count;
+  RunTasks run;
+};
+
+// Writes this step's K and V, then attends. `isa` must be supported.
+void write_and_attend(const Attention& attention, Isa isa, const Threads& threads);
+
+}  // namespace quire

@@ -1,0 +1,165 @@
+// What XLA calls: buffers are checked, given their names, and handed to the kernels with XLA's own threads.
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <thread>
+
+#include "attention.h"
+#include "xla/ffi/api/c_api.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+// A closure may start long after its work is done (the pool was busy): all it touches then is this.
+struct Work {
+  std::atomic<int64_t> next{0}, done{0};
+  int64_t num_tasks = 0;
+  const std::function<void(int64_t)>* task = nullptr;  // lives as long as done < num_tasks
+
+  void help() {
+    for (int64_t i; (i = next.fetch_add(1)) < num_tasks;) {
+      (*task)(i);
+      done.fetch_add(1, std::memory_order_release);
+    }
+  }
+};
+
+// Tasks are taken from a counter by whoever is free. The caller takes them too, so it waits for nobody to start.
+void run_on_pool(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_tasks,
+                 const std::function<void(int64_t)>& task) {
+  auto work = std::make_shared<Work>();
+  work->num_tasks = num_tasks;
+  work->task = &task;
+  const int64_t helpers = std::min(num_threads, num_tasks) - 1;
+  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->help(); });
+  work->help();
+  for (int spins = 0; work->done.load(std::memory_order_acquire) < num_tasks; ++spins)
+    if (spins > 2000) std::this_thread::yield();
+}
+
+quire::Threads threads_of(ffi::ThreadPool& pool) {
+  const int64_t count = std::max<int64_t>(pool.num_threads(), 1);
+  return {count, [&pool, count](int64_t n, const std::function<void(int64_t)>& task) {
+            run_on_pool(pool, count, n, task);
+          }};
+}
+
+ffi::Error choose_isa(std::string_view name, quire::Isa& isa) {
+  isa = quire::best_isa();
+  if (name.empty()) return ffi::Error::Success();
+  for (int i = 0; i < quire::kNumIsas; ++i) {
+    isa = static_cast<quire::Isa>(i);
+    if (name == quire::isa_name(isa) && quire::isa_supported(isa)) return ffi::Error::Success();
+  }
+  return ffi::Error::InvalidArgument("quire: this machine has no instruction set " + std::string(name));
+}
+
+template <class Buffer>
+bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
+  const auto dims = buffer.dimensions();
+  return dims.size() == shape.size() && std::equal(shape.begin(), shape.end(), dims.begin());
+}
+
+using Ints = ffi::Buffer<ffi::S32>;
+
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints destinations,
+                     Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
+                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k_pages,
+                     ffi::Result<ffi::AnyBuffer> new_v_pages, float scale, int64_t window, std::string_view isa_name) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_attention: ") + what); };
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+
+  const auto type = q.element_type();
+  if (type != ffi::F32 && type != ffi::BF16) return bad("q must be float32 or bfloat16");
+  for (const auto* buffer : {&k, &v, &k_pages, &v_pages, &*out, &*new_k_pages, &*new_v_pages})
+    if (buffer->element_type() != type) return bad("q, k, v, the pages and the output must have one type");
+  if (q.dimensions().size() != 3 || k.dimensions().size() != 3 || k_pages.dimensions().size() != 5 ||
+      page_table.dimensions().size() != 2)
+    return bad("q and k must have 3 axes, the pages 5, the page table 2");
+
+  quire::Attention a{};
+  const int64_t pair = type == ffi::BF16 ? 2 : 1;
+  a.element = type == ffi::BF16 ? quire::Element::kBfloat16 : quire::Element::kFloat32;
+  a.num_tokens = q.dimensions()[0];
+  a.num_heads = q.dimensions()[1];
+  a.head_dim = q.dimensions()[2];
+  a.num_kv_heads = k.dimensions()[1];
+  a.num_rows = page_table.dimensions()[0];
+  a.pages_per_row = page_table.dimensions()[1];
+  a.num_pages = k_pages.dimensions()[0];
+  a.page_size = k_pages.dimensions()[3];
+  if (a.head_dim < 8 || a.head_dim % 8) return bad("the head size must be a multiple of 8");
+  if (a.num_kv_heads < 1 || a.num_heads < 1 || a.num_heads % a.num_kv_heads)
+    return bad("the query heads must be a multiple of the KV heads");
+  if (a.page_size < 1 || window < 0) return bad("the page size must be positive and the window not negative");
+  for (const auto* buffer : {&k, &v})
+    if (!has_shape(*buffer, {a.num_tokens, a.num_kv_heads, a.head_dim})) return bad("k and v must be [T, K, H]");
+  for (const auto* buffer : {&k_pages, &*new_k_pages})
+    if (!has_shape(*buffer, {a.num_pages, a.num_kv_heads, a.head_dim / pair, a.page_size, pair}))
+      return bad("K pages must be [M, K, H / pair, Z, pair]");
+  for (const auto* buffer : {&v_pages, &*new_v_pages})
+    if (!has_shape(*buffer, {a.num_pages, a.num_kv_heads, (a.page_size + pair - 1) / pair, a.head_dim, pair}))
+      return bad("V pages must be [M, K, ceil(Z / pair), H, pair]");
+  if (!has_shape(*out, {a.num_tokens, a.num_heads, a.head_dim})) return bad("the output must be [T, N, H]");
+  if (!has_shape(destinations, {a.num_tokens}) || !has_shape(kv_lens, {a.num_rows}) ||
+      !has_shape(cu_q_lens, {a.num_rows + 1}))
+    return bad("destinations must be [T], kv_lens [B], cu_q_lens [B + 1]");
+  if (new_k_pages->untyped_data() != k_pages.untyped_data() || new_v_pages->untyped_data() != v_pages.untyped_data())
+    return bad("the pages must be updated in place");
+
+  a.scale = scale;
+  a.window = window;
+  a.q_TNH = q.untyped_data();
+  a.k_TKH = k.untyped_data();
+  a.v_TKH = v.untyped_data();
+  a.destinations_T = destinations.typed_data();
+  a.page_table_BP = page_table.typed_data();
+  a.kv_lens_B = kv_lens.typed_data();
+  a.cu_q_lens_B1 = cu_q_lens.typed_data();
+  a.k_pages = k_pages.untyped_data();
+  a.v_pages = v_pages.untyped_data();
+  a.out_TNH = out->untyped_data();
+  quire::write_and_attend(a, isa, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+// What the library shows: the handlers that Python registers, and what it asks the library about itself.
+#pragma GCC visibility push(default)
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_attention, attention,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // q
+                                  .Arg<ffi::AnyBuffer>()  // k
+                                  .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<Ints>()            // destinations
+                                  .Arg<Ints>()            // page table
+                                  .Arg<Ints>()            // kv_lens
+                                  .Arg<Ints>()            // cu_q_lens
+                                  .Arg<ffi::AnyBuffer>()  // K pages
+                                  .Arg<ffi::AnyBuffer>()  // V pages
+                                  .Ret<ffi::AnyBuffer>()  // output
+                                  .Ret<ffi::AnyBuffer>()  // K pages
+                                  .Ret<ffi::AnyBuffer>()  // V pages
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<std::string_view>("isa"));
+
+// The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.
+extern "C" const char* quire_instruction_set(int index) {
+  if (index < 0 || index >= quire::kNumIsas) return nullptr;
+  const auto isa = static_cast<quire::Isa>(index);
+  return quire::isa_supported(isa) ? quire::isa_name(isa) : "";
+}
+
+#pragma GCC visibility pop

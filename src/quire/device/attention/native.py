@@ -1,0 +1,70 @@
+"""Paged attention in C++, for CPUs: `native/attention.cc` through XLA's foreign function interface.
+
+A page of one KV head is one stretch of memory, in the order in which a vector unit takes it:
+
+    K  [M, K, H / pair, Z, pair]          V  [M, K, ceil(Z / pair), H, pair]
+
+where `pair` is 2 for bfloat16, whose dot products take two at a time, and 1 for float32. The arrays are updated in
+place.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from quire.config import ModelConfig
+from quire.device import native
+from quire.device.inputs import BatchLayout
+
+HEAD_DIM_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class NativeBackend:
+    """The backend for CPUs."""
+
+    instruction_set: str = ""
+    """One of `native.instruction_sets()`; by default the last of them."""
+
+    axes = ("pages", "kv_heads", None, None, None)
+
+    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """`[M, K, H / pair, Z, pair]` and `[M, K, ceil(Z / pair), H, pair]`."""
+        pair, head_dim = 4 // dtype.itemsize, model.head_dim
+        return (
+            (num_pages, model.num_kv_heads, head_dim // pair, page_size, pair),
+            (num_pages, model.num_kv_heads, -(-page_size // pair), head_dim, pair),
+        )
+
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
+        """One call does it all: write, then attend."""
+        k_pages, v_pages = kv
+        call = jax.ffi.ffi_call(
+            "quire_attention",
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_TNH, k_pages, v_pages)),
+            input_output_aliases={7: 1, 8: 2},
+        )
+        out_TNH, k_pages, v_pages = call(
+            q_TNH,
+            k_TKH.astype(k_pages.dtype),
+            v_TKH.astype(v_pages.dtype),
+            layout.destinations_T,
+            layout.page_table_BP,
+            layout.kv_lens_B,
+            layout.cu_q_lens_B1,
+            k_pages,
+            v_pages,
+            scale=np.float32(scale),
+            window=np.int64(window or 0),
+            isa=self.instruction_set,
+        )
+        return out_TNH, (k_pages, v_pages)
+
+
+def why_not(model: ModelConfig) -> str | None:
+    """Why this backend cannot run the model on this machine's CPU, in one sentence; None when it can."""
+    if model.head_dim % HEAD_DIM_MULTIPLE:
+        return f"the native kernel needs a head size that is a multiple of {HEAD_DIM_MULTIPLE}, not {model.head_dim}"
+    return native.why_not()

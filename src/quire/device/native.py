@@ -1,0 +1,45 @@
+"""The native library: found, loaded and registered with XLA here, and nowhere else.
+
+It is built with the package when there is a compiler. Without it Quire runs in plain XLA, and `why_not` says why.
+Importing this module loads nothing and never fails.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+
+import jax
+
+LIBRARY = Path(__file__).with_name("_native.so")
+HANDLERS = ("quire_attention",)
+"""The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, its handlers registered; or in one sentence why not."""
+    if not LIBRARY.exists():
+        return "the native library was not built: install quire from source where there is a C++ compiler"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for name in HANDLERS:
+            jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
+        library.quire_instruction_set.restype = ctypes.c_char_p
+    except (OSError, AttributeError, RuntimeError) as error:
+        return f"the native library does not load, build it again: {error}"
+    return library
+
+
+def why_not() -> str | None:
+    """Why the native library cannot be used, in one sentence; None when it can."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """What the library can use on this machine, from the plainest to the one it takes by itself."""
+    library, found = _load(), []
+    if not isinstance(library, str):
+        while (name := library.quire_instruction_set(ctypes.c_int(len(found)))) is not None:
+            found.append(name.decode())
+    return tuple(filter(None, found))
