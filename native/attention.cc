@@ -136,14 +136,25 @@ struct Functions {
   void (*score)(Scratch&, const Piece* pieces, int64_t num_pieces);
   // Scores become weights; top and total move on, out shrinks with them. `column` is the chunk's first.
   void (*soften)(Scratch&, int64_t column, int64_t num_columns);
-  // out[x] += weights[x] V
-  void (*accumulate)(Scratch&, const Piece* pieces, int64_t num_pieces);
+  // out[x] += weights[x] V. The next chunk's pieces are only named, so that they can be on their way.
+  void (*accumulate)(Scratch&, const Piece* pieces, int64_t num_pieces, const Piece* next, int64_t num_next);
   void (*finish)(Scratch&);
 };
 
-// ---- plain C++ ------------------------------------------------------------------------------------------------------
-
 void nothing(Scratch&) {}
+
+// Columns without a position may lie between two that are seen.
+void clear_gaps(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    if (pieces[i].count == s.padded) continue;
+    for (int64_t x = 0; x < s.num_rows; ++x) {
+      float* scores = s.scores + x * kScoreStride + i * s.padded;
+      std::fill(scores + pieces[i].count, scores + s.padded, kNothing);
+    }
+  }
+}
+
+// ---- plain C++ ------------------------------------------------------------------------------------------------------
 
 template <class T>
 void score_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
@@ -155,7 +166,6 @@ void score_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
     for (int64_t x = 0; x < s.num_rows; ++x) {
       float* scores = s.scores + x * kScoreStride + i * s.padded;
       std::fill(scores, scores + count, 0.0f);
-      std::fill(scores + count, scores + s.padded, kNothing);
       for (int64_t h = 0; h < s.head_dim; ++h) {
         const float factor = q[x * s.head_dim + h];
         const T* row = k + h / pair * s.page_size * pair + h % pair;
@@ -163,6 +173,7 @@ void score_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
       }
     }
   }
+  clear_gaps(s, pieces, num_pieces);
 }
 
 void soften_plain(Scratch& s, int64_t column, int64_t num_columns) {
@@ -195,7 +206,7 @@ void soften_plain(Scratch& s, int64_t column, int64_t num_columns) {
 }
 
 template <class T>
-void accumulate_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+void accumulate_plain(Scratch& s, const Piece* pieces, int64_t num_pieces, const Piece*, int64_t) {
   constexpr int64_t pair = kPair<T>;
   for (int64_t i = 0; i < num_pieces; ++i) {
     const auto* v = static_cast<const T*>(pieces[i].v);
@@ -213,9 +224,90 @@ void accumulate_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
 template <class T>
 constexpr Functions kPlainFunctions = {true, nothing, score_plain<T>, soften_plain, accumulate_plain<T>, nothing};
 
+// ---- vectors --------------------------------------------------------------------------------------------------------
+
+#if QUIRE_X86
+
+namespace avx512_operations {
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+
+using F = __m512;
+using U = __m512i;
+constexpr int kLanes = 16;
+constexpr int kSums = 4;
+
+TARGET inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+TARGET inline F load(const float* p) { return _mm512_loadu_ps(p); }
+TARGET inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+TARGET inline U load_pairs(const void* p) { return _mm512_loadu_si512(p); }
+TARGET inline U load_pairs_n(const void* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
+TARGET inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+TARGET inline void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+TARGET inline F set1(float x) { return _mm512_set1_ps(x); }
+TARGET inline U set1_pair(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+TARGET inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+TARGET inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+TARGET inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+TARGET inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+TARGET inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+TARGET inline F low(U x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+TARGET inline F high(U x) { return _mm512_castsi512_ps(_mm512_and_si512(x, set1_pair(0xffff0000u))); }
+TARGET inline U keep_bits(U x, uint32_t bits) { return _mm512_and_si512(x, set1_pair(bits)); }
+TARGET inline float sum_of(F x) { return _mm512_reduce_add_ps(x); }
+TARGET inline float highest_of(F x) { return _mm512_reduce_max_ps(x); }
+TARGET inline F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TARGET inline void shrink_eight(float* p, float by) {
+  _mm256_storeu_ps(p, _mm256_mul_ps(_mm256_loadu_ps(p), _mm256_set1_ps(by)));
+}
+// Lanes from begin to end keep their value.
+TARGET inline F between(F x, int64_t begin, int64_t end, float other) {
+  const uint32_t lanes = first(std::clamp<int64_t>(end, 0, 16)) & ~first(std::clamp<int64_t>(begin, 0, 16));
+  return _mm512_mask_mov_ps(set1(other), static_cast<__mmask16>(lanes), x);
+}
+// y * 2^n. Where x, which n was rounded from, is minus infinity, y is NaN and the answer 0.
+TARGET inline F times_power_of_two(F y, F n, F x) {
+  const __mmask16 above = _mm512_cmp_ps_mask(x, set1(-126), _CMP_NLT_UQ);  // NaN stays NaN
+  return _mm512_maskz_scalef_ps(above, y, n);
+}
+
+}  // namespace avx512_operations
+
+namespace avx512 {
+using namespace avx512_operations;
+constexpr bool kDot = false;
+TARGET inline F dot(F sum, U, U) { return sum; }
+TARGET inline void store_narrow(Bf16*, F) {}
+#include "attention_vector.inc"
+#undef TARGET
+}  // namespace avx512
+
+namespace avx512_bf16 {
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+using namespace avx512_operations;
+constexpr bool kDot = true;
+TARGET inline F dot(F sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+TARGET inline void store_narrow(Bf16* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#include "attention_vector.inc"
+#undef TARGET
+}  // namespace avx512_bf16
+
+#endif  // QUIRE_X86
+
 Functions functions(Isa isa, Element element) {
-  (void)isa;
-  return element == Element::kFloat32 ? kPlainFunctions<float> : kPlainFunctions<Bf16>;
+  const bool narrow = element == Element::kBfloat16;
+  switch (isa) {
+#if QUIRE_X86
+    case Isa::kAmx:
+    case Isa::kAvx512Bf16:
+      return narrow ? avx512_bf16::kFunctions<Bf16> : avx512::kFunctions<float>;
+    case Isa::kAvx512:
+      return narrow ? avx512::kFunctions<Bf16> : avx512::kFunctions<float>;
+#endif
+    default:
+      return narrow ? kPlainFunctions<Bf16> : kPlainFunctions<float>;
+  }
 }
 
 // ---- tasks ----------------------------------------------------------------------------------------------------------
@@ -396,13 +488,21 @@ class Step {
     const int64_t seen_begin = *std::min_element(s.begin, s.begin + s.num_rows);
     const int64_t seen_end = *std::max_element(s.end, s.end + s.num_rows);
     const int64_t per_chunk = columns_.pieces_per_chunk();
-    Piece pieces[kChunk];
+    Piece both[2][kChunk];
+    Piece *pieces = both[0], *next = both[1];
+    const auto look_up = [&](int64_t first, Piece* to) {
+      const int64_t count = std::clamp<int64_t>(task.end_piece - first, 0, per_chunk);
+      for (int64_t i = 0; i < count; ++i) to[i] = piece(task, first + i, seen_begin, seen_end);
+      return count;
+    };
+    int64_t num_pieces = look_up(task.begin_piece, pieces);
     for (int64_t first = task.begin_piece; first < task.end_piece; first += per_chunk) {
-      const int64_t num_pieces = std::min(per_chunk, task.end_piece - first);
-      for (int64_t i = 0; i < num_pieces; ++i) pieces[i] = piece(task, first + i, seen_begin, seen_end);
       functions_.score(s, pieces, num_pieces);
       functions_.soften(s, first * columns_.padded, num_pieces * columns_.padded);
-      functions_.accumulate(s, pieces, num_pieces);
+      const int64_t num_next = look_up(first + per_chunk, next);
+      functions_.accumulate(s, pieces, num_pieces, next, num_next);
+      std::swap(pieces, next);
+      num_pieces = num_next;
     }
     functions_.finish(s);
     if (task.split < 0) {
@@ -527,6 +627,9 @@ class Step {
   std::vector<std::pair<int64_t, int64_t>> to_write_;  // tokens, before anybody attends
 };
 
+// The kernel gives a process tiles when it is asked to.
+bool allow_tiles() { return false; }
+
 }  // namespace
 
 const char* isa_name(Isa isa) {
@@ -534,7 +637,22 @@ const char* isa_name(Isa isa) {
   return names[static_cast<int>(isa)];
 }
 
-bool isa_supported(Isa isa) { return isa == Isa::kPlain; }
+bool isa_supported(Isa isa) {
+#if QUIRE_X86
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  switch (isa) {
+    case Isa::kPlain: return true;
+    case Isa::kAvx2: return avx2;
+    case Isa::kAvx512: return avx512;
+    case Isa::kAvx512Bf16: return bf16;
+    case Isa::kAmx: return bf16 && allow_tiles();
+  }
+#endif
+  return isa == Isa::kPlain;
+}
 
 Isa best_isa() {
   for (int i = kNumIsas - 1; i > 0; --i)
