@@ -76,8 +76,8 @@ class Layers:
 
         def run(kvs, q, k, v, layout):
             new = []
-            for kv in kvs:
-                q, kv = paged_attention(backend, mesh, kv, q, k, v, layout, scale=model.head_dim**-0.5, window=None)
+            for old in kvs:
+                q, kv = paged_attention(backend, mesh, old, q, k, v, layout, scale=model.head_dim**-0.5, window=None)
                 new.append(kv)
             return new, q
 

@@ -73,7 +73,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
                      Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
                      ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k_pages,
                      ffi::Result<ffi::AnyBuffer> new_v_pages, float scale, int64_t window, std::string_view isa_name) {
-  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_attention: ") + what); };
+  const auto bad = [](std::string what) { return ffi::Error::InvalidArgument("quire_attention: " + what); };
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
 

@@ -3,7 +3,9 @@
 The pool is poisoned: pages nobody holds, and the rest of a partly filled page, are NaN or Inf. Any stray read shows.
 """
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -262,3 +264,120 @@ def test_indices_of_another_integer_type_are_refused():
     case.layout = jax.tree.map(lambda x: x.astype(np.uint32), case.layout)
     with pytest.raises(ValueError, match="promotion"):
         case.run("xla")
+
+
+NATIVE = [name for name in BACKENDS if name.startswith("native")]
+HALF = jnp.bfloat16.dtype
+HALF_ERROR = {"atol": 1e-2, "rtol": 1e-2}
+"""Weights and outputs are rounded to 8 bits of fraction, 2^-9 each; values here are averages of numbers around 1."""
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
+@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
+@pytest.mark.parametrize("group", [1, 3, 5, 70])
+def test_any_head_size_and_group(name, dtype, head_dim, group):
+    error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
+    case = Case([(40, 1), (170, 90), (33, 33)], page_size=16, num_pages=32, head_dim=head_dim, group=group, dtype=dtype)
+    for window in (None, 20):
+        case.run(name, window=window, **error)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("page_size", [1, 2, 5, 15, 16, 17, 32, 48, 128, 131, 144, 300])
+def test_any_page_size_in_bfloat16(name, page_size):
+    rows = [(300, 1), (190, 170), (17, 17), (1, 1)]
+    pads = {"page_size": page_size, "num_pages": 540 // page_size + 9}
+    for head_dim in (24, 64):
+        case = Case(rows, head_dim=head_dim, dtype=HALF, **pads)
+        for window in (None, 7, 140):
+            case.run(name, window=window, **HALF_ERROR)
+
+
+ragged = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    rows=ragged,
+    window=st.sampled_from([None, 1, 16, 129]),
+    page_size=st.sampled_from([3, 16]),
+    poison=st.sampled_from([np.nan, np.inf]),
+    name=st.sampled_from(NATIVE),
+    dtype=st.sampled_from([np.dtype("float32"), HALF]),
+    seed=st.integers(0, 1000),
+)
+def test_random_ragged_batches_in_the_native_kernel(rows, window, page_size, poison, name, dtype, seed):
+    rows = [(max(a, b), min(a, b)) for a, b in rows]
+    error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
+    pads = {
+        "pad_tokens": 1810 - sum(q_len for _, q_len in rows),
+        "pad_rows": 7 - len(rows),
+        "width": 300 // page_size + 2,
+    }
+    num_pages = 1810 // page_size + 16
+    case = Case(
+        rows, page_size=page_size, num_pages=num_pages, poison=poison, head_dim=32, dtype=dtype, seed=seed, **pads
+    )
+    case.run(name, window=window, **error)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
+def test_one_long_context_is_shared_by_the_threads(name, dtype):
+    error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
+    for rows in ([(9000, 1)], [(9000, 40)], [(5000, 2), (3, 1)]):
+        case = Case(rows, page_size=16, num_pages=600, head_dim=64, dtype=dtype)
+        for window in (None, 3000):
+            case.run(name, window=window, **error)
+
+
+@pytest.mark.parametrize("name", NATIVE[-1:])
+def test_each_device_has_its_own_heads(name):
+    for dtype, error in ((np.dtype("float32"), {}), (HALF, HALF_ERROR)):
+        Case([(40, 1), (170, 90), (33, 33)], page_size=16, num_pages=32, dtype=dtype).run(name, num_devices=2, **error)
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_pages_outside_the_pool_are_neither_read_nor_written(name):
+    """The host never sends such; a kernel that believed it would read anybody's memory."""
+    case = Case([(40, 1), (100, 70)], page_size=16, num_pages=32)
+    backend, call = attention(name, None, 0.3)
+    wild = np.array([-1, 32, 2**31 - 1, -(2**31)], np.int32)
+    table = case.layout.page_table_BP.copy()
+    table.flat[: table.size // 4 * 4] = np.tile(wild, table.size // 4)
+    destinations = np.resize(np.array([-1, 32 * 16, 2**31 - 1, -(2**31)], np.int32), case.layout.destinations_T.shape)
+    wild_lens = [2**31 - 1, -5, 17, 2**31 - 1]
+    layout = dataclasses.replace(
+        case.layout, page_table_BP=table, destinations_T=destinations, kv_lens_B=np.array(wild_lens, np.int32)
+    )
+    before = [np.asarray(x) for x in case.pool(backend)]
+    out, kv = call(case.pool(backend), case.q, case.new_k, case.new_v, layout)
+    for old, new in zip(before, kv, strict=True):
+        np.testing.assert_array_equal(old, new)
+    assert not np.isnan(out[case.num_tokens :]).any()
+    wild_rows = dataclasses.replace(case.layout, cu_q_lens_B1=np.array([50, -3, 2**31 - 1, 4, -9], np.int32))
+    jax.block_until_ready(call(case.pool(backend), case.q, case.new_k, case.new_v, wild_rows))
+
+
+@pytest.mark.parametrize("name", NATIVE[-1:])
+def test_the_pool_is_updated_in_place_also_in_a_loop(name):
+    case, backend = Case([(40, 1), (100, 1)], page_size=16, num_pages=32, decode=True), backend_of(name)
+
+    def rounds(kv, q, k, v, layout):
+        def one(_, carry):
+            kv, layout, total = carry
+            out, kv = paged_attention(backend, make_mesh(), kv, q, k, v, layout, scale=0.3, window=None)
+            return kv, dataclasses.replace(layout, kv_lens_B=layout.kv_lens_B), total + out.sum()
+
+        return jax.lax.fori_loop(0, 3, one, (kv, layout, jnp.zeros((), jnp.float32)))
+
+    program = jax.jit(rounds, donate_argnums=0)
+    kv = case.pool(backend)
+    text = program.lower(kv, case.q, case.new_k, case.new_v, case.layout).compile().as_text()
+    pool = ",".join(map(str, kv[0].shape))
+    copies = [line for line in text.splitlines() if f"[{pool}]" in line and re.search(r"= \S+ copy\(", line)]
+    assert not copies, "the pool is copied"
+    before = [x.unsafe_buffer_pointer() for x in kv]
+    kv, *_ = program(kv, case.q, case.new_k, case.new_v, case.layout)
+    assert [x.unsafe_buffer_pointer() for x in kv] == before
