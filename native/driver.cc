@@ -1,0 +1,247 @@
+// The kernel without Python: random steps in every instruction set, against loops in double precision. Every array is
+// its own allocation of exactly its size, and what nobody owns is NaN, so that AddressSanitizer sees an access outside
+// and the comparison sees one inside.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+
+namespace {
+
+using quire::Isa;
+std::mt19937 random_bits(7);
+
+int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_bits); }
+template <class T>
+T pick_of(std::initializer_list<T> choices) {
+  return choices.begin()[pick(0, static_cast<int64_t>(choices.size()) - 1)];
+}
+
+// An array of the element type, exactly as long as it is.
+struct Array {
+  bool narrow;
+  int64_t size;
+  std::unique_ptr<char[]> bytes;
+
+  Array(bool narrow, int64_t size) : narrow(narrow), size(size), bytes(new char[size * (narrow ? 2 : 4)]) {}
+
+  void set(int64_t i, float x) {
+    if (!narrow) {
+      std::memcpy(bytes.get() + i * 4, &x, 4);
+      return;
+    }
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    const uint16_t half = static_cast<uint16_t>(bits >> 16);  // cut, not rounded: any bfloat16 will do
+    std::memcpy(bytes.get() + i * 2, &half, 2);
+  }
+
+  double get(int64_t i) const {
+    uint32_t bits = 0;
+    if (narrow) {
+      uint16_t half;
+      std::memcpy(&half, bytes.get() + i * 2, 2);
+      bits = static_cast<uint32_t>(half) << 16;
+    } else {
+      std::memcpy(&bits, bytes.get() + i * 4, 4);
+    }
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+  }
+
+  void fill_normal() {
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < size; ++i) set(i, normal(random_bits));
+  }
+  void fill(float x) {
+    for (int64_t i = 0; i < size; ++i) set(i, x);
+  }
+};
+
+struct Ints {
+  std::unique_ptr<int32_t[]> data;
+  explicit Ints(const std::vector<int32_t>& from) : data(new int32_t[from.size()]) {
+    std::copy(from.begin(), from.end(), data.get());
+  }
+};
+
+// New threads each time: a pool that is slow to start is what the kernel must live with.
+void run_on_threads(int64_t n, const std::function<void(int64_t)>& task) {
+  std::atomic<int64_t> next{0};
+  auto help = [&] {
+    for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
+  };
+  std::thread one(help), two(help);
+  help();
+  one.join();
+  two.join();
+}
+
+struct Step {
+  quire::Attention a{};
+  bool narrow;
+  std::vector<int64_t> kv_lens, q_lens;
+
+  int64_t pair() const { return narrow ? 2 : 1; }
+  int64_t k_at(int64_t page, int64_t head, int64_t z, int64_t h) const {
+    return (((page * a.num_kv_heads + head) * (a.head_dim / pair()) + h / pair()) * a.page_size + z) * pair() +
+           h % pair();
+  }
+  int64_t v_at(int64_t page, int64_t head, int64_t z, int64_t h) const {
+    const int64_t pairs = (a.page_size + pair() - 1) / pair();
+    return (((page * a.num_kv_heads + head) * pairs + z / pair()) * a.head_dim + h) * pair() + z % pair();
+  }
+};
+
+// One random step. Returns the largest error, relative to what rounding allows: above 1 is a failure.
+double run(Isa isa, bool narrow) {
+  Step step;
+  step.narrow = narrow;
+  quire::Attention& a = step.a;
+  a.element = narrow ? quire::Element::kBfloat16 : quire::Element::kFloat32;
+  a.page_size = pick_of<int64_t>({1, 2, 3, 5, 8, 15, 16, 16, 16, 17, 32, 100, 129, 144});
+  a.head_dim = pick_of<int64_t>({8, 16, 24, 32, 40, 64, 64, 80, 128});
+  a.num_kv_heads = pick(1, 3);
+  a.num_heads = a.num_kv_heads * pick_of<int64_t>({1, 2, 3, 4, 7, 8, 16, 65});
+  a.window = pick_of<int64_t>({0, 0, 1, 7, 100});
+  a.scale = 1 / std::sqrt(static_cast<float>(a.head_dim));
+
+  const bool decode = pick(0, 1) == 1;
+  const int64_t rows = pick(1, 5), pad_rows = pick(0, 2), longest = pick_of<int64_t>({5, 40, 200, 1500});
+  std::vector<int32_t> kv_lens, cu_q_lens = {0}, table, destinations;
+  int64_t used = 0;
+  for (int64_t i = 0; i < rows; ++i) {
+    kv_lens.push_back(static_cast<int32_t>(pick(1, longest)));
+    const int64_t q_len = decode ? 1 : std::min<int64_t>(pick(1, 80), kv_lens.back());
+    cu_q_lens.push_back(static_cast<int32_t>(cu_q_lens.back() + q_len));
+    a.pages_per_row = std::max(a.pages_per_row, (kv_lens.back() + a.page_size - 1) / a.page_size);
+    used += (kv_lens.back() + a.page_size - 1) / a.page_size;
+  }
+  a.pages_per_row += pick(0, 2);
+  a.num_pages = used + pick(0, 3);
+  a.num_rows = rows + pad_rows;
+  std::vector<int32_t> pages(a.num_pages);
+  for (int64_t i = 0; i < a.num_pages; ++i) pages[i] = static_cast<int32_t>(i);
+  std::shuffle(pages.begin(), pages.end(), random_bits);
+  table.assign(a.num_rows * a.pages_per_row, pick_of<int32_t>({0, -1, 1 << 30}));  // past kv_len it may be anything
+  for (int64_t i = 0, next = 0; i < rows; ++i)
+    for (int64_t p = 0; p * a.page_size < kv_lens[i]; ++p) table[i * a.pages_per_row + p] = pages[next++];
+  for (int64_t i = 0; i < pad_rows; ++i) {
+    kv_lens.push_back(0);
+    cu_q_lens.push_back(cu_q_lens.back());
+  }
+  const int64_t num_tokens = cu_q_lens.back();
+  a.num_tokens = num_tokens + pick(0, 3);
+
+  Array q(narrow, a.num_tokens * a.num_heads * a.head_dim), out(narrow, q.size);
+  Array k(narrow, a.num_tokens * a.num_kv_heads * a.head_dim), v(narrow, k.size);
+  Array k_pages(narrow, a.num_pages * a.num_kv_heads * a.head_dim * a.page_size);
+  const int64_t padded = (a.page_size + step.pair() - 1) / step.pair() * step.pair();
+  Array v_pages(narrow, a.num_pages * a.num_kv_heads * a.head_dim * padded);
+  for (Array* array : {&q, &k, &v}) array->fill_normal();
+  const float poison = pick_of<float>({std::nanf(""), std::numeric_limits<float>::infinity()});
+  for (Array* array : {&k_pages, &v_pages, &out}) array->fill(poison);
+
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t q_len = cu_q_lens[i + 1] - cu_q_lens[i], old = kv_lens[i] - q_len;
+    for (int64_t position = 0; position < kv_lens[i]; ++position) {
+      const int32_t page = table[i * a.pages_per_row + position / a.page_size];
+      const int64_t z = position % a.page_size;
+      if (position >= old) {
+        destinations.push_back(static_cast<int32_t>(page * a.page_size + z));
+        continue;
+      }
+      for (int64_t head = 0; head < a.num_kv_heads; ++head)
+        for (int64_t h = 0; h < a.head_dim; ++h) {
+          k_pages.set(step.k_at(page, head, z, h), normal(random_bits));
+          v_pages.set(step.v_at(page, head, z, h), normal(random_bits));
+        }
+    }
+  }
+  while (static_cast<int64_t>(destinations.size()) < a.num_tokens)
+    destinations.push_back(pick_of<int32_t>({static_cast<int32_t>(a.num_pages * a.page_size), -1, 1 << 30}));
+
+  const Ints destinations_T(destinations), table_BP(table), kv_lens_B(kv_lens), cu_q_lens_B1(cu_q_lens);
+  a.q_TNH = q.bytes.get();
+  a.k_TKH = k.bytes.get();
+  a.v_TKH = v.bytes.get();
+  a.destinations_T = destinations_T.data.get();
+  a.page_table_BP = table_BP.data.get();
+  a.kv_lens_B = kv_lens_B.data.get();
+  a.cu_q_lens_B1 = cu_q_lens_B1.data.get();
+  a.k_pages = k_pages.bytes.get();
+  a.v_pages = v_pages.bytes.get();
+  a.out_TNH = out.bytes.get();
+  quire::write_and_attend(a, isa, {pick_of<int64_t>({1, 3}), run_on_threads});
+
+  double worst = 0;
+  auto compare = [&](double got, double want) {
+    const double allowed = narrow ? 1e-2 + 1e-2 * std::abs(want) : 1e-5 + 1e-5 * std::abs(want);
+    const double error = std::abs(got - want) / allowed;
+    worst = std::isnan(error) ? 1e9 : std::max(worst, error);
+  };
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t stride = num_tokens * a.num_heads / 64;  // the loops below are slow: some heads of many
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t t = cu_q_lens[i]; t < cu_q_lens[i + 1]; ++t)
+      for (int64_t n = pick(0, stride); n < a.num_heads; n += 1 + pick(0, stride)) {
+        const int64_t position = kv_lens[i] - (cu_q_lens[i + 1] - t);
+        const int64_t first = a.window ? std::max<int64_t>(0, position - a.window + 1) : 0;
+        std::vector<double> weights, want(a.head_dim, 0.0);
+        double top = -INFINITY, total = 0;
+        for (int64_t c = first; c <= position; ++c) {
+          const int32_t page = table[i * a.pages_per_row + c / a.page_size];
+          double score = 0;
+          for (int64_t h = 0; h < a.head_dim; ++h)
+            score += q.get((t * a.num_heads + n) * a.head_dim + h) *
+                     k_pages.get(step.k_at(page, n / group, c % a.page_size, h));
+          weights.push_back(score * a.scale);
+          top = std::max(top, weights.back());
+        }
+        for (int64_t c = first; c <= position; ++c) {
+          const int32_t page = table[i * a.pages_per_row + c / a.page_size];
+          const double weight = std::exp(weights[c - first] - top);
+          total += weight;
+          for (int64_t h = 0; h < a.head_dim; ++h)
+            want[h] += weight * v_pages.get(step.v_at(page, n / group, c % a.page_size, h));
+        }
+        for (int64_t h = 0; h < a.head_dim; ++h)
+          compare(out.get((t * a.num_heads + n) * a.head_dim + h), want[h] / total);
+      }
+  for (int64_t i = num_tokens * a.num_heads * a.head_dim; i < out.size; ++i) compare(out.get(i), 0);
+  return worst;
+}
+
+}  // namespace
+
+// driver [steps for each instruction set and type]
+int main(int argc, char** argv) {
+  const int steps = argc > 1 ? std::atoi(argv[1]) : 40;
+  bool good = true;
+  for (int i = 0; i < quire::kNumIsas; ++i) {
+    const Isa isa = static_cast<Isa>(i);
+    if (!quire::isa_supported(isa)) {
+      std::printf("%-12s not on this machine\n", quire::isa_name(isa));
+      continue;
+    }
+    for (const bool narrow : {false, true}) {
+      double worst = 0;
+      for (int step = 0; step < steps; ++step) worst = std::max(worst, run(isa, narrow));
+      std::printf("%-12s %-8s %d steps, worst error %.2f of what is allowed\n", quire::isa_name(isa),
+                  narrow ? "bfloat16" : "float32", steps, worst);
+      good = good && worst <= 1;
+    }
+  }
+  return good ? 0 : 1;
+}
