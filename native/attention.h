@@ -34,7 +34,7 @@ struct Attention {
   int64_t num_heads;      // N
   int64_t num_kv_heads;   // K
   int64_t head_dim;       // H, a multiple of 8
-  float scale;
+  float scale;            // above 0
   int64_t window;  // positions a token sees, itself included; 0 for all before it
 
   const void* q_TNH;

@@ -227,7 +227,7 @@ double run(Isa isa, bool narrow) {
 
 // driver [steps for each instruction set and type]
 int main(int argc, char** argv) {
-  const int steps = argc > 1 ? std::atoi(argv[1]) : 40;
+  const int steps = argc > 1 ? std::atoi(argv[1]) : 20;
   bool good = true;
   for (int i = 0; i < quire::kNumIsas; ++i) {
     const Isa isa = static_cast<Isa>(i);

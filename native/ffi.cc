@@ -100,6 +100,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   if (a.num_kv_heads < 1 || a.num_heads < 1 || a.num_heads % a.num_kv_heads)
     return bad("the query heads must be a multiple of the KV heads");
   if (a.page_size < 1 || window < 0) return bad("the page size must be positive and the window not negative");
+  if (!(scale > 0)) return bad("the scale must be positive");
   for (const auto* buffer : {&k, &v})
     if (!has_shape(*buffer, {a.num_tokens, a.num_kv_heads, a.head_dim})) return bad("k and v must be [T, K, H]");
   for (const auto* buffer : {&k_pages, &*new_k_pages})
