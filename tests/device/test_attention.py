@@ -275,7 +275,7 @@ HALF_ERROR = {"atol": 1e-2, "rtol": 1e-2}
 @pytest.mark.parametrize("name", NATIVE)
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
-@pytest.mark.parametrize("group", [1, 3, 5, 70])
+@pytest.mark.parametrize("group", [3, 70])
 def test_any_head_size_and_group(name, dtype, head_dim, group):
     error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
     case = Case([(40, 1), (170, 90), (33, 33)], page_size=16, num_pages=32, head_dim=head_dim, group=group, dtype=dtype)
@@ -284,7 +284,7 @@ def test_any_head_size_and_group(name, dtype, head_dim, group):
 
 
 @pytest.mark.parametrize("name", NATIVE)
-@pytest.mark.parametrize("page_size", [1, 2, 5, 15, 16, 17, 32, 48, 128, 131, 144, 300])
+@pytest.mark.parametrize("page_size", [1, 5, 16, 17, 48, 131, 144])
 def test_any_page_size_in_bfloat16(name, page_size):
     rows = [(300, 1), (190, 170), (17, 17), (1, 1)]
     pads = {"page_size": page_size, "num_pages": 540 // page_size + 9}
