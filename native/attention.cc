@@ -21,12 +21,7 @@
 
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define QUIRE_X86 1
-#include <cpuid.h>
 #include <immintrin.h>
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 #endif
 
 namespace quire {
@@ -843,53 +838,7 @@ class Step {
   std::vector<std::pair<int64_t, int64_t>> to_write_;  // tokens, before anybody attends
 };
 
-#if QUIRE_X86
-// The processor may have tiles, but a process gets them only after asking: they make its saved state larger.
-bool allow_tiles() {
-#if defined(__linux__)
-  constexpr unsigned int kTile = 1u << 24, kBf16 = 1u << 22;
-  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool allowed = [] {
-    unsigned int a, b, c, d = 0;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kTile) == 0 || (d & kBf16) == 0) return false;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  }();
-  return allowed;
-#else
-  return false;
-#endif
-}
-#endif
-
 }  // namespace
-
-const char* isa_name(Isa isa) {
-  constexpr const char* names[kNumIsas] = {"plain", "avx2", "avx512", "avx512_bf16", "amx"};
-  return names[static_cast<int>(isa)];
-}
-
-bool isa_supported(Isa isa) {
-#if QUIRE_X86
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-  switch (isa) {
-    case Isa::kPlain: return true;
-    case Isa::kAvx2: return avx2;
-    case Isa::kAvx512: return avx512;
-    case Isa::kAvx512Bf16: return bf16;
-    case Isa::kAmx: return bf16 && allow_tiles();
-  }
-#endif
-  return isa == Isa::kPlain;
-}
-
-Isa best_isa() {
-  for (int i = kNumIsas - 1; i > 0; --i)
-    if (isa_supported(static_cast<Isa>(i))) return static_cast<Isa>(i);
-  return Isa::kPlain;
-}
 
 void write_and_attend(const Attention& a, Isa isa, const Threads& threads) {
   if (a.element == Element::kFloat32) {

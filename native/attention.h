@@ -10,17 +10,10 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
+
+#include "machine.h"
 
 namespace quire {
-
-// In rising order of preference. A machine that has one has those before it.
-enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16, kAmx };
-constexpr int kNumIsas = 5;
-
-const char* isa_name(Isa isa);
-bool isa_supported(Isa isa);
-Isa best_isa();
 
 enum class Element { kFloat32, kBfloat16 };
 
@@ -48,14 +41,6 @@ struct Attention {
   void* k_pages;
   void* v_pages;
   void* out_TNH;
-};
-
-// Runs task(0) .. task(n - 1), in any order and on any thread, and returns when all are done.
-using RunTasks = std::function<void(int64_t n, const std::function<void(int64_t)>& task)>;
-
-struct Threads {
-  int64_t count;
-  RunTasks run;
 };
 
 // Writes this step's K and V, then attends. `isa` must be supported.

@@ -1,0 +1,63 @@
+#include "machine.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
+namespace quire {
+namespace {
+
+#if defined(__x86_64__)
+
+// Whether this process may use the tile registers: the kernel saves them only for those who asked.
+bool tiles_allowed() {
+#if defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_tiles() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+  return (d & kBf16) && (d & kTile) && (d & kInt8) && tiles_allowed();
+}
+
+Isa detect() {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (dot && has_tiles()) return Isa::kAmx;
+  return dot ? Isa::kAvx512Bf16 : avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPlain;
+}
+
+#else
+
+Isa detect() { return Isa::kPlain; }
+
+#endif
+
+}  // namespace
+
+const char* isa_name(Isa isa) {
+  constexpr const char* names[kNumIsas] = {"plain", "avx2", "avx512", "avx512_bf16", "amx"};
+  return names[static_cast<int>(isa)];
+}
+
+Isa best_isa() {
+  static const Isa best = detect();
+  return best;
+}
+
+bool isa_supported(Isa isa) { return isa <= best_isa(); }
+
+}  // namespace quire

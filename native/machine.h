@@ -1,0 +1,26 @@
+// What the machine offers the kernels: instruction sets, and threads.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+
+namespace quire {
+
+// In rising order of preference. A machine that has one has those before it. kAvx512Bf16 includes VNNI, its counterpart
+// for int8, and kAmx both kinds of tiles.
+enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16, kAmx };
+constexpr int kNumIsas = 5;
+
+const char* isa_name(Isa isa);
+bool isa_supported(Isa isa);
+Isa best_isa();
+
+// Runs task(0) .. task(n - 1), in any order and on any thread, and returns when all are done.
+using RunTasks = std::function<void(int64_t n, const std::function<void(int64_t)>& task)>;
+
+struct Threads {
+  int64_t count;
+  RunTasks run;
+};
+
+}  // namespace quire
