@@ -1,4 +1,4 @@
-// The kernel without Python: random steps in every instruction set, against loops in double precision. Every array is
+// The kernels without Python: random steps and matmuls in every instruction set, against loops in double precision. Every array is
 // its own allocation of exactly its size, and what nobody owns is NaN, so that AddressSanitizer sees an access outside
 // and the comparison sees one inside.
 #include <algorithm>
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "linear.h"
 
 namespace {
 
@@ -223,6 +224,61 @@ double run(Isa isa, bool narrow) {
   return worst;
 }
 
+// One matmul with packed weights, bfloat16 or int8; returns the worst error as a share of what is allowed.
+double run_linear(Isa isa, bool int8) {
+  const int64_t rows = pick_of({pick(1, 40), pick(1, 200)}), inner = pick(1, 150), columns = pick(1, 70);
+  const int64_t itemsize = int8 ? 1 : 2;
+  const bool transposed = pick(0, 1), wide = pick(0, 1);
+  Array x(!(int8 && pick(0, 1)), rows * inner), weight(true, inner * columns), out(!wide, rows * columns);
+  std::vector<int8_t> whole(inner * columns);
+  std::vector<float> scale(columns);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < x.size; ++i) x.set(i, normal(random_bits));
+  for (int64_t i = 0; i < weight.size; ++i) {
+    weight.set(i, normal(random_bits));
+    whole[i] = static_cast<int8_t>(pick(-127, 127));
+  }
+  for (float& s : scale) s = std::abs(normal(random_bits));
+  std::unique_ptr<char[]> packed(
+      new char[quire::num_panels(columns) * quire::num_lines(inner, itemsize) * quire::kLine]);
+  const void* data = int8 ? static_cast<const void*>(whole.data()) : weight.bytes.get();
+  const quire::Threads threads{2, [](int64_t n, const std::function<void(int64_t)>& task) {
+                                 std::atomic<int64_t> next{0};
+                                 const auto work = [&] {
+                                   for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
+                                 };
+                                 std::thread other(work);
+                                 work();
+                                 other.join();
+                               }};
+  quire::pack({data, itemsize, inner, columns, transposed}, packed.get(), threads);
+  const quire::Product product{rows, inner, columns, packed.get(), out.bytes.get(), wide};
+  if (int8) {
+    quire::linear_int8(isa, product, x.bytes.get(), !x.narrow, scale.data(), threads);
+  } else {
+    quire::linear_bf16(isa, product, reinterpret_cast<const uint16_t*>(x.bytes.get()), threads);
+  }
+  double worst = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    double largest = 0;
+    for (int64_t k = 0; k < inner; ++k) largest = std::max(largest, std::abs(x.get(row * inner + k)));
+    for (int64_t n = 0; n < columns; ++n) {
+      double sum = 0, allowed = 1e-30;
+      for (int64_t k = 0; k < inner; ++k) {
+        const int64_t at = transposed ? n * inner + k : k * columns + n;
+        const double w = int8 ? whole[at] : weight.get(at), term = x.get(row * inner + k) * w;
+        sum += term;
+        // Half a step of int8 for each term, or the rounding of float32 sums.
+        allowed += int8 ? std::abs(w) * largest / 127 * 0.51 : std::abs(term) * 2e-6;
+      }
+      const double factor = int8 ? scale[n] : 1;
+      allowed = allowed * factor + std::abs(out.get(row * columns + n)) * (wide ? 1e-6 : 0x1p-8);
+      worst = std::max(worst, std::abs(out.get(row * columns + n) - sum * factor) / allowed);
+    }
+  }
+  return worst;
+}
+
 }  // namespace
 
 // driver [steps for each instruction set and type]
@@ -240,6 +296,13 @@ int main(int argc, char** argv) {
       for (int step = 0; step < steps; ++step) worst = std::max(worst, run(isa, narrow));
       std::printf("%-12s %-8s %d steps, worst error %.2f of what is allowed\n", quire::isa_name(isa),
                   narrow ? "bfloat16" : "float32", steps, worst);
+      good = good && worst <= 1;
+    }
+    for (const bool int8 : {false, true}) {
+      double worst = 0;
+      for (int step = 0; step < steps; ++step) worst = std::max(worst, run_linear(isa, int8));
+      std::printf("%-12s %-8s %d matmuls, worst error %.2f of what is allowed\n", quire::isa_name(isa),
+                  int8 ? "int8" : "bfloat16", steps, worst);
       good = good && worst <= 1;
     }
   }

@@ -10,6 +10,8 @@
 #include <thread>
 
 #include "attention.h"
+#include "linear.h"
+#include "machine.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -132,6 +134,65 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
   return ffi::Error::Success();
 }
 
+// -- matmuls ------------------------------------------------------------------------------------------------------
+
+ffi::Error pack(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result<ffi::AnyBuffer> panels, bool transposed) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_pack: ") + what); };
+  const auto type = matrix.element_type();
+  if ((type != ffi::BF16 && type != ffi::S8) || panels->element_type() != type)
+    return bad("the matrix must be bfloat16 or int8, and the panels of its type");
+  if (matrix.dimensions().size() != 2) return bad("the matrix must have 2 axes");
+  const int64_t itemsize = type == ffi::BF16 ? 2 : 1;
+  const int64_t inner = matrix.dimensions()[transposed], columns = matrix.dimensions()[!transposed];
+  if (!has_shape(*panels, {quire::num_panels(columns), quire::num_lines(inner, itemsize), quire::kPanel, 4 / itemsize}))
+    return bad("the panels must be [out / 16, lines, 16, values in 4 bytes]");
+  quire::pack({matrix.untyped_data(), itemsize, inner, columns, transposed}, panels->untyped_data(), threads_of(pool));
+  return ffi::Error::Success();
+}
+
+// The sizes of a product from its buffers, checked; the packed weights must fit both.
+ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& out, int64_t itemsize,
+                      quire::Product& product) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_linear: ") + what); };
+  if (x.dimensions().size() != 2 || out.dimensions().size() != 2 || x.dimensions()[0] != out.dimensions()[0])
+    return bad("x must be [rows, in] and the output [rows, out]");
+  if (out.element_type() != ffi::F32 && out.element_type() != ffi::BF16)
+    return bad("the output must be float32 or bfloat16");
+  product = {x.dimensions()[0],     x.dimensions()[1],  out.dimensions()[1],
+             panels.untyped_data(), out.untyped_data(), out.element_type() == ffi::F32};
+  if (panels.element_type() != (itemsize == 2 ? ffi::BF16 : ffi::S8) ||
+      !has_shape(panels, {quire::num_panels(product.columns), quire::num_lines(product.inner, itemsize), quire::kPanel,
+                          4 / itemsize}))
+    return bad("the weights are not packed for this input and output");
+  return ffi::Error::Success();
+}
+
+ffi::Error linear_bf16(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Result<ffi::AnyBuffer> out,
+                       std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  quire::Product product;
+  if (ffi::Error error = product_of(x, panels, *out, 2, product); error.failure()) return error;
+  if (x.element_type() != ffi::BF16) return ffi::Error::InvalidArgument("quire_linear: x must be bfloat16");
+  quire::linear_bf16(isa, product, static_cast<const uint16_t*>(x.untyped_data()), threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::AnyBuffer scale,
+                       ffi::Result<ffi::AnyBuffer> out, std::string_view isa_name) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_linear: ") + what); };
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  quire::Product product;
+  if (ffi::Error error = product_of(x, panels, *out, 1, product); error.failure()) return error;
+  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16) return bad("x must be float32 or bfloat16");
+  if (scale.element_type() != ffi::F32 || static_cast<int64_t>(scale.element_count()) != product.columns)
+    return bad("there must be one float32 scale for each output");
+  quire::linear_int8(isa, product, x.untyped_data(), x.element_type() == ffi::F32,
+                     static_cast<const float*>(scale.untyped_data()), threads_of(pool));
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // What the library shows: the handlers that Python registers, and what it asks the library about itself.
@@ -154,6 +215,30 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_attention, attention,
                                   .Ret<ffi::AnyBuffer>()  // V pages
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_pack, pack,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // matrix
+                                  .Ret<ffi::AnyBuffer>()  // panels
+                                  .Attr<bool>("transposed"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_linear_bf16, linear_bf16,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // panels
+                                  .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_linear_int8, linear_int8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // panels
+                                  .Arg<ffi::AnyBuffer>()  // scale
+                                  .Ret<ffi::AnyBuffer>()  // output
                                   .Attr<std::string_view>("isa"));
 
 // The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.

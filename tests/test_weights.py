@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
-from quire.device.mesh import _aligned_copy, make_mesh
+from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
 from quire.request import Request
 from tests.tiny import tiny_config, tiny_llm, tiny_params, tiny_tensors
@@ -16,6 +16,14 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def other_params():
     return params_from_tensors(tiny_config(), tiny_tensors(tiny_config(), seed=9), mesh=make_mesh(), dtype="float32")
+
+
+def aligned_copy(array: np.ndarray) -> np.ndarray:
+    room = np.empty(array.nbytes + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    copied = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def generate(llm, params=GREEDY, **more):
@@ -93,7 +101,7 @@ def test_the_callers_arrays_stay_the_callers(llm):
 
 def test_numpy_arrays_stay_the_callers_too(llm):
     """jax uses an array on a 64-byte boundary in place, and told not to alias it, it still does."""
-    params = jax.tree.map(lambda x: _aligned_copy(np.asarray(x)), other_params())
+    params = jax.tree.map(lambda x: aligned_copy(np.asarray(x)), other_params())
     llm.engine.set_weights(params, version=1)
     before = generate(llm).outputs[0].token_ids
     for leaf in jax.tree.leaves(params):

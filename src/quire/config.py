@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 DTYPES = ("bfloat16", "float32")
 ATTENTION_BACKENDS = ("auto", "native", "xla", "reference")
+MATMULS = ("auto", "native", "xla")
+QUANTIZATIONS = (None, "int8")
 PREEMPTIONS = ("auto", "swap", "recompute")
 
 # Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
@@ -30,6 +32,7 @@ class EngineConfig:
     """How one engine runs. Ordinary knobs first, expert knobs after."""
 
     dtype: str = _knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
+    quantize: str | None = _knob(None, "int8: weights, and activations as they come; by default neither")
     page_size: int = _knob(16, "token positions in one KV page")
     num_pages: int | None = _knob(None, "KV pages in the pool; by default what the memory budget allows")
     max_num_seqs: int = _knob(64, "sequences that run at the same time, at most")
@@ -49,6 +52,9 @@ class EngineConfig:
         "attention backend: auto (native on a CPU where it was built, else xla), native, xla or reference (slow)",
         expert=True,
     )
+    matmul: str = _knob(
+        "auto", "matmuls: auto (native on a CPU where it was built, else xla), native or xla", expert=True
+    )
     compile_cache: str | None = _knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
     )
@@ -58,6 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
+        _one_of("matmul", self.matmul, MATMULS)
+        _one_of("quantize", self.quantize, QUANTIZATIONS)
         _one_of("preemption", self.preemption, PREEMPTIONS)
         check_whole("page_size", self.page_size, 1, 4096)
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
@@ -198,6 +206,6 @@ def _positive(name: str, value: Any, high: float) -> None:
         raise ValueError(f"{name}={value!r} must be a number above 0, at most {high:g}")
 
 
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(allowed)}")
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}")

@@ -160,6 +160,8 @@ class Engine:
                 max_rounds=config.max_rounds,
                 num_host_pages=num_host_pages,
                 attention=config.attention,
+                matmul=config.matmul,
+                quantize=config.quantize,
                 fail_on_compile=config.fail_on_compile,
             )
             runner.warm_up(progress)

@@ -40,6 +40,7 @@ class LLM:
         model: str | Path,
         *,
         dtype: str = "bfloat16",
+        quantize: str | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
         max_num_seqs: int = 64,
@@ -56,6 +57,7 @@ class LLM:
         """Load `model`: a folder, a GGUF file or `org/name@commit`. The knobs are those of `EngineConfig`."""
         config = engine_config(
             dtype=dtype,
+            quantize=quantize,
             page_size=page_size,
             num_pages=num_pages,
             max_num_seqs=max_num_seqs,

@@ -11,7 +11,7 @@ from tests.tiny import tiny_config, tiny_llm
 @pytest.mark.parametrize("platform", ["tpu", "cuda", "rocm"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_program_lowers_for_an_accelerator(platform, dtype):
-    knobs = {"dtype": dtype, "num_pages": 16, "max_num_seqs": 4, "attention": "xla"}
+    knobs = {"dtype": dtype, "num_pages": 16, "max_num_seqs": 4, "attention": "xla", "matmul": "xla"}
     with tiny_llm(tiny_config(windows=(None, 9)), **knobs) as llm:
         runner = llm.engine.runner
         for shape in runner.shapes:

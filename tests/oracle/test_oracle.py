@@ -17,6 +17,7 @@ from quire.core.plan import Row, StepPlan
 from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import StepShape
+from quire.device.linear import Kind, prepare
 from quire.device.mesh import make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import Parts, decoder, unembed
@@ -124,6 +125,7 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     """Every position's logits, through the real packing, pages and attention."""
     mesh = make_mesh()
     loaded = load_model(folder, mesh=mesh, dtype="float32")
+    ready = prepare(loaded.params, Kind(native=False, int8=False))
     parts = Parts(config=loaded.config, backend=get_backend(backend), mesh=mesh)
     layer = get_architecture(loaded.config.architecture).layer
     num_pages = -(-len(tokens) // page_size) + 3
@@ -145,6 +147,6 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     logits = []
     for first, count in chunks:
         inputs = packer.pack(StepPlan(rows=[Row(sequence, first, count, 1)], num_tokens=count))
-        out, cache = forward(loaded.params, cache, inputs.tokens_T, inputs.layout)
+        out, cache = forward(ready, cache, inputs.tokens_T, inputs.layout)
         logits.append(np.asarray(out[:count]))
     return np.concatenate(logits)

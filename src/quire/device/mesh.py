@@ -45,30 +45,14 @@ def sharding(mesh: Mesh, *axes: str | None) -> NamedSharding:
     return NamedSharding(mesh, partition(*axes))
 
 
-ALIGNMENT = 64
-"""Bytes; on a CPU an array of numpy's that lies on such a boundary becomes one of jax's without a copy."""
-
-
-def _aligned_copy(array: np.ndarray) -> np.ndarray:
-    """An aligned array of the caller's jax would use in place, whatever `may_alias` says; any other it would copy."""
-    room = np.empty(array.nbytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    copied = room[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copied[...] = array
-    return copied
-
-
-def place(mesh: Mesh, array: np.ndarray | jax.Array, *axes: str | None, copy: bool = False) -> jax.Array:
+def place(mesh: Mesh, array: np.ndarray | jax.Array, *axes: str | None) -> jax.Array:
     """Put an array on the mesh. A split axis must divide evenly, or the error names it; a vocabulary that does not is
-    kept whole on every device. Shares memory with an array that is there already, unless a copy is asked for.
+    kept whole on every device. Shares memory with an array that is there already.
     """
-    if copy and isinstance(array, np.ndarray):
-        array = _aligned_copy(array)
-    may_alias = False if copy and isinstance(array, jax.Array) else None
     size = mesh.shape[MODEL_AXIS]
     for axis, length in zip(axes, array.shape, strict=True):
         if axis == "vocab" and length % size:
-            return jax.device_put(array, sharding(mesh), may_alias=may_alias)
+            return jax.device_put(array, sharding(mesh))
         if RULES.get(axis) and length % size:
             raise ValueError(f"axis {axis!r} of length {length} cannot be split over {size} devices; use fewer devices")
-    return jax.device_put(array, sharding(mesh, *axes), may_alias=may_alias)
+    return jax.device_put(array, sharding(mesh, *axes))

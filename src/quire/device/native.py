@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 
 LIBRARY = Path(__file__).with_name("_native.so")
-HANDLERS = ("quire_attention",)
+HANDLERS = ("quire_attention", "quire_pack", "quire_linear_bf16", "quire_linear_int8")
 """The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
 
 

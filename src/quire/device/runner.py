@@ -31,6 +31,7 @@ from quire.device.inputs import (
     StepOutput,
     StepShape,
 )
+from quire.device.linear import choose_kind, prepare
 from quire.device.mesh import sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params, Parts, decoder, unembed
@@ -77,8 +78,11 @@ class ModelRunner:
         max_rounds: int = 1,
         num_host_pages: int = 0,
         attention: str = "auto",
+        matmul: str = "auto",
+        quantize: str | None = None,
         fail_on_compile: bool = False,
     ) -> None:
+        """Takes the arrays out of `params` as it prepares them."""
         self.model = model
         self.mesh = mesh
         self.num_pages = num_pages
@@ -92,7 +96,9 @@ class ModelRunner:
         self.seconds_per_move = 0.0
         """To move up to so many pages to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
-        self.params = params
+        self.kind = choose_kind(matmul, quantize, dtype, mesh)
+        """How the matmuls are computed."""
+        self.params = prepare(params, self.kind)
         self.attention, self.why_not_native = choose_backend(attention, model, mesh.devices.flat[0].platform)
         """The attention backend; and where it is not the CPU's own on a CPU, the reason in one sentence."""
         self.parts = Parts(config=model, backend=get_backend(self.attention), mesh=mesh)
@@ -177,7 +183,8 @@ class ModelRunner:
 
     def set_weights(self, params: Params) -> None:
         """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's."""
-        self.params = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype), copy=True)
+        placed = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype))
+        self.params = prepare(placed, self.kind, copy=True)
 
     def zero(self) -> None:
         """Clear every page on the device."""

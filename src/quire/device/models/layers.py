@@ -11,6 +11,8 @@ is one matmul:
     gate_up  [D, 2, F]
     down     [F, D]
     embed    [V, D]            looked up by row; also the output head when tied
+
+That is the public layout; `linear.prepare` turns the matrices among them into what runs here, the head under `unembed`.
 """
 
 from collections.abc import Callable
@@ -27,6 +29,7 @@ from quire.config import ModelConfig, RopeScaling
 from quire.device.attention import Backend, paged_attention
 from quire.device.inputs import BatchLayout
 from quire.device.kv_cache import KVCache, Layer
+from quire.device.linear import linear
 
 Params = dict[str, Any]
 
@@ -71,7 +74,7 @@ def decoder(
 
 def unembed(params: Params, x_SD: Float[Array, "S D"]) -> Float[Array, "S V"]:
     """Logits in float32."""
-    return linear("sd,vd->sv", x_SD, params.get("unembed", params["embed"]), out=jnp.float32)
+    return linear(x_SD, params["unembed"], out=jnp.float32)
 
 
 def decoder_layer(
@@ -105,7 +108,7 @@ def attention(
     """Project, normalise q and k where the architecture does, rotate, attend, project back."""
     config = parts.config
     num_tokens, group, head_dim = x_TD.shape[0], config.group_size, config.head_dim
-    qkv_TKX = linear("td,dkx->tkx", x_TD, weights["qkv"])
+    qkv_TKX = linear(x_TD, weights["qkv"])
     if "qkv_bias" in weights:
         qkv_TKX += weights["qkv_bias"][None]
     qkv_TKXH = qkv_TKX.reshape(num_tokens, config.num_kv_heads, group + 2, head_dim)
@@ -125,19 +128,13 @@ def attention(
         scale=head_dim**-0.5,
         window=window,
     )
-    return linear("tx,xd->td", out_TNH.reshape(num_tokens, -1), weights["output"]), kv
+    return linear(out_TNH.reshape(num_tokens, -1), weights["output"]), kv
 
 
 def gated_mlp(weights: Params, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """silu(gate) * up, then down."""
-    gate_up_T2F = linear("td,dcf->tcf", x_TD, weights["gate_up"])
-    return linear("tf,fd->td", jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], weights["down"])
-
-
-def linear(spec: str, x: jax.Array, weight: jax.Array, out: Any = None) -> jax.Array:
-    """A matmul in the weights' type; float32 stays float32 on every platform."""
-    precision = "highest" if x.dtype == jnp.float32 else "default"
-    return jnp.einsum(spec, x, weight, precision=precision, preferred_element_type=out or x.dtype)
+    gate_up_T2F = linear(x_TD, weights["gate_up"])
+    return linear(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], weights["down"])
 
 
 def rms_norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*any D"]:

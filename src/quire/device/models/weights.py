@@ -51,10 +51,10 @@ def params_schema(config: ModelConfig) -> Params:
     return schema | {"layers": [layer] * config.num_layers}
 
 
-def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str, copy: bool = False) -> Params:
+def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str) -> Params:
     """Check weights that are in this program already against the schema and put them on the mesh.
 
-    An array that is in its place stays there, without a copy unless one is asked for.
+    An array that is in its place stays there, without a copy.
     """
     wanted = dict(jax.tree_util.tree_leaves_with_path(params_schema(config), is_leaf=lambda x: isinstance(x, Leaf)))
     given = dict(jax.tree_util.tree_leaves_with_path(params))
@@ -68,9 +68,7 @@ def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str,
                 f"params{jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, "
                 f"expected {dtype}{list(leaf.shape)}"
             )
-    return jax.tree_util.tree_map_with_path(
-        lambda path, array: place(mesh, array, *wanted[path].axes, copy=copy), params
-    )
+    return jax.tree_util.tree_map_with_path(lambda path, array: place(mesh, array, *wanted[path].axes), params)
 
 
 def load_params(

@@ -1,0 +1,197 @@
+"""Every matmul of a model, and the kinds of weights it multiplies with.
+
+A model calls `linear(x, weight)` and does not know which kind it has:
+
+    an array     [in, *out]: stock XLA
+    Transposed   [out, in]: the same for an output head, which is stored like an embedding
+    Packed       bfloat16 in the order in which the native library reads it
+    Int8         int8 with one scale per output; activations are quantised on the way, one scale per token
+
+`prepare` makes these, once, from the public layout of docs/weights.md. (A pytree may hold other things than arrays:
+hence no narrower types of their fields.)
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from quire.device import native
+
+PANEL = 16
+"""Output columns in a panel of packed weights."""
+LINE = 64
+"""Bytes to which the packed inner dimension is padded; a panel is lines of one group of 4 bytes for each column."""
+SMALLEST = np.float32(1e-20)
+"""The largest magnitude of a token is taken as no less, so that a token of zeros has a scale."""
+
+Outer = tuple[int, ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Transposed:
+    """A matrix stored output x input."""
+
+    array: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Packed:
+    """A bfloat16 matrix for the native library: `[out / 16, in / 2, 16, 2]`."""
+
+    panels: Any
+    outer: Outer = field(metadata={"static": True})
+    """Shape of an output."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Int8:
+    """An int8 matrix and a float32 scale per output: `[in, *out]`, or packed as `[out / 16, in / 4, 16, 4]`."""
+
+    values: Any
+    scale: Any
+    packed: bool = field(metadata={"static": True})
+
+
+Weight = jax.Array | Transposed | Packed | Int8
+
+
+def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set: str = "") -> Float[Array, "T *out"]:
+    """The product in the type of x, or `out`. float32 stays float32 on every platform.
+
+    `instruction_set` is one of `native.instruction_sets()`, by default the last: for tests.
+    """
+    out = jnp.dtype(out or x.dtype)
+    match weight:
+        case Packed(panels, outer):
+            return _call("quire_linear_bf16", x, panels, outer=outer, out=out, isa=instruction_set)
+        case Int8(values, scale, packed=True):
+            return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=out, isa=instruction_set)
+        case Int8(values, scale):
+            x_int8, scale_T = quantize(x, axis=1)
+            sums = _product(x_int8, values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
+            return (sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])).astype(out)
+        case Transposed(array):
+            return _product(x, array, 1, out)
+        case _:
+            return _product(x, weight, 0, out)
+
+
+def _product(x: jax.Array, weight: jax.Array, inner_axis: int, out: jnp.dtype) -> jax.Array:
+    precision = "highest" if x.dtype == jnp.float32 else "default"
+    dims = (((1,), (inner_axis,)), ((), ()))
+    return jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=out)
+
+
+def _call(target: str, x: jax.Array, *weight: jax.Array, outer: Outer, out: jnp.dtype, isa: str) -> jax.Array:
+    shape = jax.ShapeDtypeStruct((x.shape[0], math.prod(outer)), out)
+    return jax.ffi.ffi_call(target, shape)(x, *weight, isa=isa).reshape(-1, *outer)
+
+
+def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """To int8, symmetric, with one float32 scale for what lies along an axis. The native library does the same."""
+    x32 = x.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(x32), axis=axis, keepdims=True), SMALLEST)
+    values = jnp.round(x32 * (np.float32(127) / largest)).astype(jnp.int8)
+    return values, jnp.squeeze(largest * np.float32(1 / 127), axis)
+
+
+# -- from the public layout to what runs -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the matmuls of a model are computed."""
+
+    native: bool
+    int8: bool
+
+
+MATMULS = ("qkv", "output", "gate_up", "down")
+"""The arrays of a layer that are multiplied with, `[in, *out]`."""
+
+
+def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Kind:
+    """What the config's knobs mean on this mesh; "native" where it cannot be is an error that says why."""
+    why_not = _why_not_native(quantize, dtype, mesh) if matmul in ("auto", "native") else matmul
+    if matmul == "native" and why_not:
+        raise ValueError(f"matmul='native': {why_not}; matmul='auto' takes what there is")
+    return Kind(native=why_not is None, int8=quantize == "int8")
+
+
+def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu":
+        return f"the native library runs on a CPU, not on a {platform}"
+    if mesh.size > 1:
+        return f"the native matmul runs on one device, not on {mesh.size}"
+    if dtype != "bfloat16" and quantize is None:
+        return f"the native matmul takes bfloat16, or any type with quantize='int8', not {dtype}"
+    return native.why_not()
+
+
+def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[str, Any]:
+    """The weights a model runs on, from those of the public layout.
+
+    Takes the arrays out of `params` one at a time: memory that nobody else holds is free before the next is made. What
+    stays as it is shares memory with the caller's, unless a copy is asked for.
+    """
+    keep = jnp.copy if copy else _itself
+    embed = keep(params.pop("embed"))
+    head = params.pop("unembed", None)
+    ready = {
+        "embed": embed,
+        "unembed": _make(Transposed(embed), kind, _itself) if head is None else _make(Transposed(head), kind, keep),
+        "norm": keep(params.pop("norm")),
+        "layers": [],
+    }
+    del head
+    for layer in params.pop("layers"):
+        names = list(layer)
+        ready["layers"].append(
+            {name: _make(layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name)) for name in names}
+        )
+    return jax.block_until_ready(ready)
+
+
+def _itself(array: jax.Array) -> jax.Array:
+    return array
+
+
+def _make(weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
+    if not kind.native and not kind.int8:
+        return jax.tree.map(keep, weight)
+    return jax.block_until_ready(_convert(weight, kind))
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def _convert(weight: jax.Array | Transposed, kind: Kind) -> Packed | Int8:
+    transposed = isinstance(weight, Transposed)
+    array = weight.array if isinstance(weight, Transposed) else weight
+    outer = array.shape[:1] if transposed else array.shape[1:]
+    if not kind.int8:
+        return Packed(pack(array, transposed), outer)
+    values, scale = quantize(array, axis=1 if transposed else 0)
+    if kind.native:
+        return Int8(pack(values, transposed), scale, packed=True)
+    return Int8(values.T if transposed else values, scale, packed=False)
+
+
+def pack(array: jax.Array, transposed: bool = False) -> jax.Array:
+    """A matrix, bfloat16 or int8 and `[in, *out]` or transposed `[out, in]`, in the native library's order."""
+    matrix = array if transposed else array.reshape(array.shape[0], -1)
+    columns, inner = matrix.shape if transposed else matrix.shape[::-1]
+    group = 4 // matrix.dtype.itemsize
+    lines = LINE // 4 * -(-inner * matrix.dtype.itemsize // LINE)
+    shape = (-(-columns // PANEL), lines, PANEL, group)
+    return jax.ffi.ffi_call("quire_pack", jax.ShapeDtypeStruct(shape, matrix.dtype))(matrix, transposed=transposed)
