@@ -14,7 +14,7 @@ hence no narrower types of their fields.)
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -61,6 +61,8 @@ class Int8:
     values: Any
     scale: Any
     packed: bool = field(metadata={"static": True})
+    terms: int = field(metadata={"static": True})
+    """How many int8 numbers make up an activation; the second is what the first leaves, at a scale of its own."""
 
 
 Weight = jax.Array | Transposed | Packed | Int8
@@ -75,16 +77,27 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
     match weight:
         case Packed(panels, outer):
             return _call("quire_linear_bf16", x, panels, outer=outer, out=out, isa=instruction_set)
-        case Int8(values, scale, packed=True):
-            return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=out, isa=instruction_set)
-        case Int8(values, scale):
-            x_int8, scale_T = quantize(x, axis=1)
-            sums = _product(x_int8, values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
-            return (sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])).astype(out)
+        case Int8():
+            return _int8(x, weight, out, instruction_set)
         case Transposed(array):
             return _product(x, array, 1, out)
         case _:
             return _product(x, weight, 0, out)
+
+
+def _int8(x: jax.Array, weight: Int8, out: jnp.dtype, isa: str) -> jax.Array:
+    values, scale = weight.values, weight.scale
+    if weight.terms == 2:
+        first, scale_T = quantize(x, axis=1)
+        x32 = x.astype(jnp.float32)
+        both = jnp.concatenate([x32, x32 - first.astype(jnp.float32) * scale_T[:, None]])
+        sums = _int8(both, replace(weight, terms=1), jnp.dtype(jnp.float32), isa)
+        return (sums[: len(x)] + sums[len(x) :]).astype(out)
+    if weight.packed:
+        return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=out, isa=isa)
+    x_int8, scale_T = quantize(x, axis=1)
+    sums = _product(x_int8, values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
+    return (sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])).astype(out)
 
 
 def _product(x: jax.Array, weight: jax.Array, inner_axis: int, out: jnp.dtype) -> jax.Array:
@@ -119,6 +132,8 @@ class Kind:
 
 MATMULS = ("qkv", "output", "gate_up", "down")
 """The arrays of a layer that are multiplied with, `[in, *out]`."""
+INT8_TERMS = {"down": 2, "unembed": 2}
+"""The inputs of these have outliers that leave the rest of a token few of 8 bits; for the others one term will do."""
 
 
 def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Kind:
@@ -151,7 +166,9 @@ def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[s
     head = params.pop("unembed", None)
     ready = {
         "embed": embed,
-        "unembed": _make(Transposed(embed), kind, _itself) if head is None else _make(Transposed(head), kind, keep),
+        "unembed": _make(
+            "unembed", Transposed(embed if head is None else head), kind, _itself if head is None else keep
+        ),
         "norm": keep(params.pop("norm")),
         "layers": [],
     }
@@ -159,7 +176,10 @@ def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[s
     for layer in params.pop("layers"):
         names = list(layer)
         ready["layers"].append(
-            {name: _make(layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name)) for name in names}
+            {
+                name: _make(name, layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name))
+                for name in names
+            }
         )
     return jax.block_until_ready(ready)
 
@@ -168,14 +188,14 @@ def _itself(array: jax.Array) -> jax.Array:
     return array
 
 
-def _make(weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
+def _make(name: str, weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
     if not kind.native and not kind.int8:
         return jax.tree.map(keep, weight)
-    return jax.block_until_ready(_convert(weight, kind))
+    return jax.block_until_ready(_convert(weight, kind, INT8_TERMS.get(name, 1)))
 
 
-@functools.partial(jax.jit, static_argnames="kind")
-def _convert(weight: jax.Array | Transposed, kind: Kind) -> Packed | Int8:
+@functools.partial(jax.jit, static_argnames=("kind", "terms"))
+def _convert(weight: jax.Array | Transposed, kind: Kind, terms: int) -> Packed | Int8:
     transposed = isinstance(weight, Transposed)
     array = weight.array if isinstance(weight, Transposed) else weight
     outer = array.shape[:1] if transposed else array.shape[1:]
@@ -183,8 +203,8 @@ def _convert(weight: jax.Array | Transposed, kind: Kind) -> Packed | Int8:
         return Packed(pack(array, transposed), outer)
     values, scale = quantize(array, axis=1 if transposed else 0)
     if kind.native:
-        return Int8(pack(values, transposed), scale, packed=True)
-    return Int8(values.T if transposed else values, scale, packed=False)
+        return Int8(pack(values, transposed), scale, packed=True, terms=terms)
+    return Int8(values.T if transposed else values, scale, packed=False, terms=terms)
 
 
 def pack(array: jax.Array, transposed: bool = False) -> jax.Array:
