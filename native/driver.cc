@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "cut.h"
 #include "linear.h"
 
 namespace {
@@ -279,6 +280,42 @@ double run_linear(Isa isa, bool int8) {
   return worst;
 }
 
+// Rows of random weights, many of them equal: the share of rows whose cut is not what sorting would cut.
+double run_cut(Isa isa) {
+  const int64_t rows = pick(1, 4), vocab = pick(1, 700);
+  std::vector<float> weights(rows * vocab), top_p(rows), threshold(rows);
+  std::vector<int32_t> top_k(rows), num_ties(rows);
+  for (float& weight : weights) weight = std::exp2f(-static_cast<float>(pick(0, 40)) / pick(1, 3));
+  for (int64_t row = 0; row < rows; ++row) {
+    top_k[row] = pick_of<int64_t>({0, 1, pick(1, vocab + 1)});
+    top_p[row] = pick_of<float>({1.0f, 0.95f, pick(1, 99) / 100.0f});
+  }
+  quire::cut(isa, {rows, vocab, weights.data(), top_k.data(), top_p.data(), threshold.data(), num_ties.data()},
+             {2, run_on_threads});
+  double wrong = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<float> sorted(weights.begin() + row * vocab, weights.begin() + (row + 1) * vocab);
+    std::sort(sorted.begin(), sorted.end(), std::greater<float>());
+    if (top_k[row] > 0 && top_k[row] < vocab) sorted.resize(top_k[row]);
+    double total = 0, mass = 0;
+    for (const float weight : sorted) total += weight;
+    int64_t least = 0, most = 0, kept = 0;  // within rounding of an edge either side will do
+    for (const float weight : sorted) {
+      least += top_p[row] == 1 || mass < top_p[row] * total * (1 - 1e-6);
+      most += top_p[row] == 1 || mass < top_p[row] * total * (1 + 1e-6);
+      mass += weight;
+    }
+    int64_t ties = 0;
+    for (int64_t i = 0; i < vocab; ++i) {
+      kept += weights[row * vocab + i] > threshold[row];
+      ties += weights[row * vocab + i] == threshold[row];
+    }
+    kept += std::min<int64_t>(ties, num_ties[row]);
+    wrong += kept < least || kept > most;
+  }
+  return wrong / rows;
+}
+
 }  // namespace
 
 // driver [steps for each instruction set and type]
@@ -305,6 +342,10 @@ int main(int argc, char** argv) {
                   int8 ? "int8" : "bfloat16", steps, worst);
       good = good && worst <= 1;
     }
+    double wrong = 0;
+    for (int step = 0; step < steps; ++step) wrong += run_cut(isa);
+    std::printf("%-12s cut      %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
+    good = good && wrong == 0;
   }
   return good ? 0 : 1;
 }

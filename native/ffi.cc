@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "attention.h"
+#include "cut.h"
 #include "linear.h"
 #include "machine.h"
 #include "xla/ffi/api/c_api.h"
@@ -193,6 +194,24 @@ ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer pa
   return ffi::Error::Success();
 }
 
+// -- sampling -----------------------------------------------------------------------------------------------------
+
+ffi::Error cut(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weights, Ints top_k, ffi::Buffer<ffi::F32> top_p,
+               ffi::Result<ffi::Buffer<ffi::F32>> threshold, ffi::Result<Ints> num_ties, std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  if (weights.dimensions().size() != 2) return ffi::Error::InvalidArgument("quire_cut: weights must have 2 axes");
+  const int64_t rows = weights.dimensions()[0];
+  if (!has_shape(top_k, {rows}) || !has_shape(top_p, {rows}) || !has_shape(*threshold, {rows}) ||
+      !has_shape(*num_ties, {rows}))
+    return ffi::Error::InvalidArgument("quire_cut: top_k, top_p, the threshold and the ties must be one for each row");
+  quire::cut(isa,
+             {rows, weights.dimensions()[1], weights.typed_data(), top_k.typed_data(), top_p.typed_data(),
+              threshold->typed_data(), num_ties->typed_data()},
+             threads_of(pool));
+  return ffi::Error::Success();
+}
+
 }  // namespace
 
 // What the library shows: the handlers that Python registers, and what it asks the library about itself.
@@ -239,6 +258,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_linear_int8, linear_int8,
                                   .Arg<ffi::AnyBuffer>()  // panels
                                   .Arg<ffi::AnyBuffer>()  // scale
                                   .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_cut, cut,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
+                                  .Arg<Ints>()                   // top_k
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // top_p
+                                  .Ret<ffi::Buffer<ffi::F32>>()  // threshold
+                                  .Ret<Ints>()                   // ties
                                   .Attr<std::string_view>("isa"));
 
 // The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.

@@ -85,8 +85,8 @@ def throughput(
         for num in rows:
             other = peer and (lambda prompts: peer.generate(prompts, new_tokens))
             if against == "bare":
-                other = _bare(llm, num, prompt_len, new_tokens)
-            ours, theirs = _interleaved(_ours(llm, params), other, llm, num, prompt_len, repeats)
+                other = bare_side(llm, num, prompt_len, new_tokens)
+            ours, theirs = _interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
             yield {"kind": "throughput", "rows": num} | _speeds(num * new_tokens, ours, theirs, against)
 
 
@@ -99,8 +99,8 @@ def prefill(
         for num in rows:
             other = peer and (lambda prompts: peer.generate(prompts, 1))
             if against == "bare":
-                other = _bare(llm, num, prompt_len, 1)
-            ours, theirs = _interleaved(_ours(llm, params), other, llm, num, prompt_len, repeats)
+                other = bare_side(llm, num, prompt_len, 1)
+            ours, theirs = _interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
             result = {"kind": "prefill", "rows": num, "prompt_len": prompt_len}
             yield result | _speeds(num * prompt_len, ours, theirs, against)
 
@@ -115,7 +115,7 @@ def latency(llm: LLM, *, contexts: Sequence[int], new_tokens: int, repeats: int)
     between: dict[int, list[float]] = {context: [] for context in contexts}
     for i in range(repeats + 1):
         for context in contexts:
-            (prompt,) = _prompts(rng, llm, 1, context)
+            (prompt,) = random_prompts(rng, llm, 1, context)
             times = [time.perf_counter()]
             for chunk in llm.stream(prompt, params):
                 times += [time.perf_counter()] * len(chunk.token_ids)
@@ -136,7 +136,7 @@ def fork(llm: LLM, *, rows: Sequence[int], prompt_len: int, new_tokens: int, rep
         many = replace(one, n=num)
         ours, theirs = [], []
         for i in range(repeats + 1):
-            (prompt,) = _prompts(rng, llm, 1, prompt_len)
+            (prompt,) = random_prompts(rng, llm, 1, prompt_len)
             seconds = [_seconds(lambda prompt=prompt, many=many: _generate(llm, [prompt], many))]
             llm.engine.clear_prefix_cache()
             seconds.append(_seconds(lambda prompt=prompt: _generate(llm, [prompt], computes_prompt)))
@@ -155,8 +155,8 @@ def prefix(llm: LLM, *, prompt_len: int, repeats: int) -> Iterator[Result]:
     tail = llm.engine.config.page_size
     ours, theirs = [], []
     for i in range(repeats + 1):
-        (shared,) = _prompts(rng, llm, 1, prompt_len - tail)
-        new, known = (shared + ending for ending in _prompts(rng, llm, 2, tail))
+        (shared,) = random_prompts(rng, llm, 1, prompt_len - tail)
+        new, known = (shared + ending for ending in random_prompts(rng, llm, 2, tail))
         seconds = [_seconds(lambda prompt=prompt: _generate(llm, [prompt], params)) for prompt in (new, known)]
         if i:
             theirs.append(seconds[0])
@@ -174,7 +174,7 @@ def host(llm: LLM, *, rows: Sequence[int], prompt_len: int, new_tokens: int, rep
         shares, micros = [], []
         for i in range(repeats + 1):
             before = llm.engine.stats().timing
-            _generate(llm, _prompts(rng, llm, num, prompt_len), params)
+            _generate(llm, random_prompts(rng, llm, num, prompt_len), params)
             spent = llm.engine.stats().timing - before
             if i:
                 shares.append(spent.host_s / spent.wait_s)
@@ -189,7 +189,7 @@ def serve(llm: LLM, *, trace: Path, requests: int, scale: float, rate: float, se
     """
     arrivals = _read_trace(trace, requests, scale, rate, llm.engine.max_model_len)
     rng = np.random.default_rng(seed)
-    _generate(llm, _prompts(rng, llm, 4, 32), SamplingParams(temperature=0, max_tokens=8))  # warm-up
+    _generate(llm, random_prompts(rng, llm, 4, 32), SamplingParams(temperature=0, max_tokens=8))  # warm-up
     engine, pending = llm.engine, list(reversed(arrivals))
     seen: dict[TokenSequence, list[float]] = {}
     arrived: dict[TokenSequence, float] = {}
@@ -198,7 +198,7 @@ def serve(llm: LLM, *, trace: Path, requests: int, scale: float, rate: float, se
         now = time.perf_counter() - start
         while pending and pending[-1][0] <= now:
             at, prompt_len, new_tokens = pending.pop()
-            (prompt,) = _prompts(rng, llm, 1, prompt_len)
+            (prompt,) = random_prompts(rng, llm, 1, prompt_len)
             params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
             request = Request(id=str(len(pending)), prompt_token_ids=tuple(prompt), params=params)
             (sequence,) = engine.add(request)
@@ -251,11 +251,13 @@ def _against(against: str | None) -> Peer | _Nobody:
     return _Nobody() if against in (None, "bare") else Peer(against)
 
 
-def _ours(llm: LLM, params: SamplingParams) -> Side:
+def our_side(llm: LLM, params: SamplingParams) -> Side:
+    """Our engine, over a batch."""
     return lambda prompts: _seconds(lambda: _generate(llm, prompts, params))
 
 
-def _bare(llm: LLM, rows: int, prompt_len: int, new_tokens: int) -> Side:
+def bare_side(llm: LLM, rows: int, prompt_len: int, new_tokens: int) -> Side:
+    """The bare loop over the engine's own weights."""
     loop = BareLoop(llm.engine.runner, rows=rows, prompt_len=prompt_len, new_tokens=new_tokens)  # pyright: ignore
     return lambda prompts: _seconds(lambda: loop.generate(np.array(prompts, np.int32)))
 
@@ -270,7 +272,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def _prompts(rng: np.random.Generator, llm: LLM, rows: int, length: int) -> Prompts:
+def random_prompts(rng: np.random.Generator, llm: LLM, rows: int, length: int) -> Prompts:
     """Prompts of random tokens, but for the special ones at the vocabulary's beginning."""
     vocab_size = llm.engine.model.vocab_size
     return rng.integers(vocab_size // 100, vocab_size, size=(rows, length)).tolist()
@@ -284,7 +286,7 @@ def _interleaved(
     sides = [ours] if theirs is None else [ours, theirs]
     seconds: tuple[list[float], list[float]] = ([], [])
     for i in range(repeats + 1):
-        prompts = _prompts(rng, llm, rows, prompt_len)
+        prompts = random_prompts(rng, llm, rows, prompt_len)
         for side in range(len(sides)) if i % 2 else reversed(range(len(sides))):
             took = sides[side](prompts)
             if i:

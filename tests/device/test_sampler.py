@@ -1,6 +1,7 @@
 """The sampler draws what the distribution says, from the request's own counter, whoever shares the batch."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -8,12 +9,13 @@ import pytest
 
 from quire.batch import pack_samples
 from quire.core.plan import Sample
+from quire.device import native
 from quire.device.cut import cut
 from quire.device.sampler import TILE, _draw_tiled, sample
 from quire.request import Request, SamplingParams, Sequence
 
 VOCAB = 1000
-jitted = jax.jit(sample)
+jitted = jax.jit(partial(sample, native=native.why_not() is None))
 
 
 def run(logits_SV, samples, seen=((1, 1, 1, 1),)):
@@ -170,9 +172,10 @@ def test_a_vocabulary_smaller_than_a_tile():
         assert 0 <= token < 11
 
 
+@pytest.mark.parametrize("how", [None, *native.instruction_sets()])
 @pytest.mark.parametrize("kind", ["spread", "ties", "equal", "one", "underflow"])
-def test_what_is_cut_is_what_sorting_would_cut(kind):
-    """Against a sort in float64; where top-p falls within rounding of a token's edge either side of it will do."""
+def test_what_is_cut_is_what_sorting_would_cut(kind, how):
+    """In plain JAX and in C++, against a sort in float64; within rounding of a token's edge either side will do."""
     rng = np.random.default_rng(3)
     x = rng.standard_normal((40, 700)) * np.linspace(0.1, 6, 40)[:, None]
     if kind == "ties":
@@ -187,7 +190,8 @@ def test_what_is_cut_is_what_sorting_would_cut(kind):
     weights[weights < 1e-37] = 0  # a device takes smaller numbers for 0
     top_k = rng.choice([0, 0, 1, 2, 7, 100, 699, 700, 5000], size=40).astype(np.int32)
     top_p = rng.choice([1.0, 1.0, 0.95, 0.5, 0.1, 1e-6, 0.999], size=40).astype(np.float32)
-    kept = np.asarray(jax.jit(cut)(weights, top_k, top_p))
+    run_cut = jax.jit(partial(cut, native=how is not None, instruction_set=how or ""))
+    kept = np.asarray(run_cut(weights, top_k, top_p))
     for row in range(40):
         order = np.argsort(-weights[row], kind="stable")
         left = order[: top_k[row] or None]

@@ -9,9 +9,10 @@ import functools
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 LIBRARY = Path(__file__).with_name("_native.so")
-HANDLERS = ("quire_attention", "quire_pack", "quire_linear_bf16", "quire_linear_int8")
+HANDLERS = ("quire_attention", "quire_pack", "quire_linear_bf16", "quire_linear_int8", "quire_cut")
 """The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
 
 
@@ -34,6 +35,11 @@ def why_not() -> str | None:
     """Why the native library cannot be used, in one sentence; None when it can."""
     library = _load()
     return library if isinstance(library, str) else None
+
+
+def serves(mesh: Mesh) -> bool:
+    """Whether the library computes what is whole on this mesh: on one CPU device, that is."""
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and why_not() is None
 
 
 def instruction_sets() -> tuple[str, ...]:

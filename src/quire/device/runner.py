@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from quire.config import ModelConfig
-from quire.device import kv_cache
+from quire.device import kv_cache, native
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import (
     MAX_BIASES,
@@ -213,13 +213,13 @@ class ModelRunner:
 
     def trace(self, shape: StepShape) -> jax.stages.Traced:
         """The program of one shape, not yet for any platform."""
-        parts, layer, max_rounds = self.parts, self.layer, self.max_rounds
+        parts, layer, max_rounds, is_native = self.parts, self.layer, self.max_rounds, native.serves(self.mesh)
 
         def step(params, cache, tokens_T, layout, samples, rounds):
             def one_round(cache, tokens_T, layout, samples):
                 hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
                 logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
-                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP)
+                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP, native=is_native)
 
             if shape.decode:
                 return run_rounds(one_round, cache, tokens_T, layout, samples, rounds, max_rounds)

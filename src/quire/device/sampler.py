@@ -9,6 +9,7 @@ is read from its own pages, which carry token ids beside their KV. What no sampl
 time (`lax.cond`), so that one program serves every mix of requests.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -41,15 +42,18 @@ def sample(
     inputs: SampleInputs,
     tokens_MZ: Int[Array, "M Z"],
     page_table_BP: Int[Array, "B P"],
+    *,
+    native: bool = False,
 ) -> StepOutput:
-    """Draw or score one token for each sample; one round."""
+    """Draw or score one token for each sample; one round. `native` where the library is there to help."""
     is_penalised = jnp.any((inputs.repetition_S != 1) | (inputs.presence_S != 0) | (inputs.frequency_S != 0))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
     processed_SV = lax.cond(is_penalised, _penalise, lambda x, *_: x, logits_SV, inputs, tokens_MZ, page_table_BP)
     processed_SV = lax.cond(is_biased, _add_bias, lambda x, *_: x, processed_SV, inputs)
     scored_S = inputs.target_S != INVALID
     random_S = (inputs.temperature_S > 0) & ~scored_S
-    drawn = lax.cond(jnp.any(random_S), _draw, _take_likeliest, processed_SV, inputs)
+    draw = partial(_draw, native=native)
+    drawn = lax.cond(jnp.any(random_S), draw, _take_likeliest, processed_SV, inputs)
     tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
 
     def at_token(x_SV: jax.Array) -> jax.Array:
@@ -130,7 +134,7 @@ def _take_likeliest(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     return Drawn(_argmax(logits_SV), jnp.max(logits_SV, axis=-1), cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
-def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
+def _draw(logits_SV: jax.Array, inputs: SampleInputs, *, native: bool) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
     greedy = _take_likeliest(logits_SV, inputs)
     hot_S = inputs.temperature_S > 0
@@ -140,7 +144,7 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     uniform_S = jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
     top_k_S, top_p_S = jnp.where(hot_S, inputs.top_k_S, 0), jnp.where(hot_S, inputs.top_p_S, 1.0)
-    is_kept_SV = cut(weights_SV, top_k_S, top_p_S) & (weights_SV >= inputs.min_p_S[:, None])
+    is_kept_SV = cut(weights_SV, top_k_S, top_p_S, native=native) & (weights_SV >= inputs.min_p_S[:, None])
     kept_SV = jnp.where(is_kept_SV, weights_SV, 0.0)
     tokens_S, num_kept_S, mass_S = _draw_tiled(kept_SV, uniform_S), _count(is_kept_SV), jnp.sum(kept_SV, axis=-1)
     return Drawn(
