@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from quire.device import native
-from quire.device.linear import INT8_TERMS, Int8, Packed, linear, pack, quantize
+from quire.device.linear import Int8, Packed, linear, pack, quantize
 
 SHAPES = {"qkv": (576, 960), "output": (576, 576), "gate_up": (576, 3072), "down": (1536, 576), "head": (576, 49152)}
 LAYERS = {"head": 2}
@@ -78,10 +78,9 @@ def measure(name: str, rows: list[int], repeats: int, torch: str | None) -> None
     out = jnp.float32 if name == "head" else None
     plain = [jnp.asarray(rng.standard_normal((inner, columns), np.float32), jnp.bfloat16) for _ in range(layers)]
     packed = [Packed(pack(weight), (columns,)) for weight in plain]
-    terms = INT8_TERMS.get({"head": "unembed"}.get(name, name), 1)
     halves = [quantize(weight, axis=0) for weight in plain]
-    int8 = [Int8(values, scale, packed=False, terms=terms) for values, scale in halves]
-    packed_int8 = [Int8(pack(values), scale, packed=True, terms=terms) for values, scale in halves]
+    int8 = [Int8(values, scale, packed=False) for values, scale in halves]
+    packed_int8 = [Int8(pack(values), scale, packed=True) for values, scale in halves]
     multiply = functools.partial(linear, out=out)
     others = {}
     if torch:

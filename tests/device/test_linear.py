@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from quire import SamplingParams
 from quire.device import native
-from quire.device.linear import Int8, Kind, Packed, Transposed, choose_kind, linear, pack, prepare, quantize
+from quire.device.linear import (
+    Int8,
+    Kind,
+    Packed,
+    Transposed,
+    choose_kind,
+    int8_product,
+    linear,
+    pack,
+    prepare,
+    quantize,
+)
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
@@ -67,8 +78,8 @@ def test_native_int8_is_plain_int8_to_the_last_bit(isa, sizes, wide):
     x, weight = arrays(*sizes)
     x = x.astype(jnp.float32) * 1.1 if wide else x
     values, scale = quantize(weight, axis=0)
-    expected = linear(x, Int8(values, scale, packed=False, terms=1), jnp.float32)
-    got = linear(x, Int8(pack(values), scale, packed=True, terms=1), jnp.float32, isa)
+    expected = int8_product(x, Int8(values, scale, packed=False))
+    got = int8_product(x, Int8(pack(values), scale, packed=True), isa)
     np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
 
 
@@ -79,7 +90,8 @@ def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
     values, scale = quantize(weight, axis=0)
     expected = np.asarray(x, np.float64) @ (np.asarray(values, np.float64) * np.asarray(scale, np.float64))
     kind = pack(values) if packed else values
-    one, two = (np.asarray(linear(x, Int8(kind, scale, packed, terms), jnp.float32)) for terms in (1, 2))
+    weight = Int8(kind, scale, packed)
+    one, two = np.asarray(int8_product(x, weight)), np.asarray(linear(x, weight, jnp.float32))
     assert np.abs(two - expected).max() < 0.02 * np.abs(one - expected).max()
 
 
@@ -89,7 +101,7 @@ def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
 def test_a_row_does_not_depend_on_the_rows_beside_it(isa, int8):
     x, weight = arrays(70, 576, 100)
     values, scale = quantize(weight, axis=0)
-    kind = Int8(pack(values), scale, packed=True, terms=1) if int8 else Packed(pack(weight), weight.shape[1:])
+    kind = Int8(pack(values), scale, packed=True) if int8 else Packed(pack(weight), weight.shape[1:])
     whole = np.asarray(linear(x, kind, jnp.float32, isa))
     for first, count in ((0, 1), (3, 17), (5, 33), (40, 16)):
         part = np.asarray(linear(x[first : first + count], kind, jnp.float32, isa))
@@ -102,7 +114,7 @@ def test_a_bad_number_stays_in_its_row_and_is_heard(isa):
     x, weight = arrays(20, 65, 40)
     x = x.at[7, 11].set(jnp.nan).at[9, 3].set(jnp.inf)
     values, scale = quantize(weight, axis=0)
-    for kind in (Packed(pack(weight), weight.shape[1:]), Int8(pack(values), scale, packed=True, terms=1)):
+    for kind in (Packed(pack(weight), weight.shape[1:]), Int8(pack(values), scale, packed=True)):
         got = np.asarray(linear(x, kind, jnp.bfloat16, isa), np.float32)
         assert np.isnan(got[7]).all()
         assert not np.isfinite(got[9]).any()
@@ -112,7 +124,7 @@ def test_a_bad_number_stays_in_its_row_and_is_heard(isa):
 @needs_native
 def test_a_row_of_zeros_is_zero_in_int8():
     values, scale = quantize(arrays(1, 32, 16)[1], axis=0)
-    got = linear(jnp.zeros((3, 32), jnp.bfloat16), Int8(pack(values), scale, packed=True, terms=1))
+    got = linear(jnp.zeros((3, 32), jnp.bfloat16), Int8(pack(values), scale, packed=True))
     assert not np.asarray(got, np.float32).any()
 
 

@@ -5,7 +5,7 @@ A model calls `linear(x, weight)` and does not know which kind it has:
     an array     [in, *out]: stock XLA
     Transposed   [out, in]: the same for an output head, which is stored like an embedding
     Packed       bfloat16 in the order in which the native library reads it
-    Int8         int8 with one scale per output; activations are quantised on the way, one scale per token
+    Int8         int8 with one scale per output; activations become two int8 terms on the way
 
 `prepare` makes these, once, from the public layout of docs/weights.md. (A pytree may hold other things than arrays:
 hence no narrower types of their fields.)
@@ -14,7 +14,7 @@ hence no narrower types of their fields.)
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -61,8 +61,6 @@ class Int8:
     values: Any
     scale: Any
     packed: bool = field(metadata={"static": True})
-    terms: int = field(metadata={"static": True})
-    """How many int8 numbers make up an activation; the second is what the first leaves, at a scale of its own."""
 
 
 Weight = jax.Array | Transposed | Packed | Int8
@@ -86,18 +84,23 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
 
 
 def _int8(x: jax.Array, weight: Int8, out: jnp.dtype, isa: str) -> jax.Array:
+    """Two terms for each activation: a token's outliers leave the rest of it too few of 8 bits."""
+    first, scale_T = quantize(x, axis=1)
+    x32 = x.astype(jnp.float32)
+    both = jnp.concatenate([x32, x32 - first.astype(jnp.float32) * scale_T[:, None]])
+    sums = int8_product(both, weight, isa)
+    return (sums[: len(x)] + sums[len(x) :]).astype(out)
+
+
+def int8_product(x: jax.Array, weight: Int8, instruction_set: str = "") -> jax.Array:
+    """With one term, float32 in and out: each token of x is quantised by its largest magnitude."""
     values, scale = weight.values, weight.scale
-    if weight.terms == 2:
-        first, scale_T = quantize(x, axis=1)
-        x32 = x.astype(jnp.float32)
-        both = jnp.concatenate([x32, x32 - first.astype(jnp.float32) * scale_T[:, None]])
-        sums = _int8(both, replace(weight, terms=1), jnp.dtype(jnp.float32), isa)
-        return (sums[: len(x)] + sums[len(x) :]).astype(out)
     if weight.packed:
-        return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=out, isa=isa)
+        float32 = jnp.dtype(jnp.float32)
+        return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=float32, isa=instruction_set)
     x_int8, scale_T = quantize(x, axis=1)
     sums = _product(x_int8, values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
-    return (sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])).astype(out)
+    return sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])
 
 
 def _product(x: jax.Array, weight: jax.Array, inner_axis: int, out: jnp.dtype) -> jax.Array:
@@ -132,8 +135,6 @@ class Kind:
 
 MATMULS = ("qkv", "output", "gate_up", "down")
 """The arrays of a layer that are multiplied with, `[in, *out]`."""
-INT8_TERMS = {"down": 2, "unembed": 2}
-"""The inputs of these have outliers that leave the rest of a token few of 8 bits; for the others one term will do."""
 
 
 def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Kind:
@@ -166,9 +167,7 @@ def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[s
     head = params.pop("unembed", None)
     ready = {
         "embed": embed,
-        "unembed": _make(
-            "unembed", Transposed(embed if head is None else head), kind, _itself if head is None else keep
-        ),
+        "unembed": _make(Transposed(embed), kind, _itself) if head is None else _make(Transposed(head), kind, keep),
         "norm": keep(params.pop("norm")),
         "layers": [],
     }
@@ -176,10 +175,7 @@ def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[s
     for layer in params.pop("layers"):
         names = list(layer)
         ready["layers"].append(
-            {
-                name: _make(name, layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name))
-                for name in names
-            }
+            {name: _make(layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name)) for name in names}
         )
     return jax.block_until_ready(ready)
 
@@ -188,14 +184,14 @@ def _itself(array: jax.Array) -> jax.Array:
     return array
 
 
-def _make(name: str, weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
+def _make(weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
     if not kind.native and not kind.int8:
         return jax.tree.map(keep, weight)
-    return jax.block_until_ready(_convert(weight, kind, INT8_TERMS.get(name, 1)))
+    return jax.block_until_ready(_convert(weight, kind))
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "terms"))
-def _convert(weight: jax.Array | Transposed, kind: Kind, terms: int) -> Packed | Int8:
+@functools.partial(jax.jit, static_argnames="kind")
+def _convert(weight: jax.Array | Transposed, kind: Kind) -> Packed | Int8:
     transposed = isinstance(weight, Transposed)
     array = weight.array if isinstance(weight, Transposed) else weight
     outer = array.shape[:1] if transposed else array.shape[1:]
@@ -203,8 +199,8 @@ def _convert(weight: jax.Array | Transposed, kind: Kind, terms: int) -> Packed |
         return Packed(pack(array, transposed), outer)
     values, scale = quantize(array, axis=1 if transposed else 0)
     if kind.native:
-        return Int8(pack(values, transposed), scale, packed=True, terms=terms)
-    return Int8(values.T if transposed else values, scale, packed=False, terms=terms)
+        return Int8(pack(values, transposed), scale, packed=True)
+    return Int8(values.T if transposed else values, scale, packed=False)
 
 
 def pack(array: jax.Array, transposed: bool = False) -> jax.Array:
