@@ -145,9 +145,12 @@ def rms_norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], eps: float) 
 
 
 def rotary_table(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of each token's angles, in float32."""
+    """Cosine and sine of each token's angles, in float32.
+
+    Behind a barrier: XLA would rather compute them again in every layer, for every head, than read them.
+    """
     angles_TX = positions_T.astype(jnp.float32)[:, None] * jnp.asarray(rotary_frequencies(config))[None, :]
-    return jnp.cos(angles_TX), jnp.sin(angles_TX)
+    return jax.lax.optimization_barrier((jnp.cos(angles_TX), jnp.sin(angles_TX)))
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
