@@ -305,15 +305,18 @@ QUIRE_AMX void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
   _tile_loadconfig(&config);
 }
 
-template <bool kInt8>
-QUIRE_AMX QUIRE_INLINE void store_tile(const Piece& piece, int64_t row, int64_t rows, int64_t panel, const char* sums,
-                                       int64_t stride) {
+// Row by row, the panels of a row together: they are neighbours in memory.
+template <bool kInt8, int kPanels>
+QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t rows, int64_t panel, const char* sums,
+                                        int64_t stride) {
   for (int64_t r = 0; r < rows; ++r) {
-    const char* line = sums + r * stride;
-    if constexpr (kInt8) {
-      store_16(piece, row + r, panel, scaled(piece, row + r, panel, _mm512_load_si512(line)));
-    } else {
-      store_16(piece, row + r, panel, _mm512_load_ps(reinterpret_cast<const float*>(line)));
+    for (int p = 0; p < kPanels; ++p) {
+      const char* line = sums + r * stride + p * kLine;
+      if constexpr (kInt8) {
+        store_16(piece, row + r, panel + p, scaled(piece, row + r, panel + p, _mm512_load_si512(line)));
+      } else {
+        store_16(piece, row + r, panel + p, _mm512_load_ps(reinterpret_cast<const float*>(line)));
+      }
     }
   }
 }
@@ -326,13 +329,8 @@ QUIRE_AMX QUIRE_INLINE void store_tile(const Piece& piece, int64_t row, int64_t 
   }
 
 constexpr int64_t kTile = 16 * kLine;
-#ifndef AHEAD
-#define AHEAD 4096
-#endif
 QUIRE_AMX QUIRE_INLINE void fetch_ahead(const char* tile) {
-#if AHEAD
-  for (int i = 0; i < 16; ++i) _mm_prefetch(tile + AHEAD + i * kLine, _MM_HINT_T0);
-#endif
+  for (int i = 0; i < 16; ++i) _mm_prefetch(tile + 4 * kTile + i * kLine, _MM_HINT_T0);
 }
 
 // Up to 16 rows by 4 panels, or fewer panels at the end.
@@ -374,7 +372,7 @@ QUIRE_AMX void amx_one_row(const Piece& piece, int64_t row, int64_t rows, int64_
     _tile_stored(2, sums + 2 * kLine, 4 * kLine);
     _tile_stored(3, sums + 3 * kLine, 4 * kLine);
   }
-  for (int p = 0; p < kPanels; ++p) store_tile<kInt8>(piece, row, rows, panel + p, sums + p * kLine, 4 * kLine);
+  store_tiles<kInt8, kPanels>(piece, row, rows, panel, sums, 4 * kLine);
 }
 
 // 17 to 32 rows by 2 panels, or by the last one.
@@ -412,7 +410,7 @@ QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64
     _tile_stored(1, sums + kLine, 2 * kLine);
     _tile_stored(3, sums + 16 * 2 * kLine + kLine, 2 * kLine);
   }
-  for (int p = 0; p < kPanels; ++p) store_tile<kInt8>(piece, row, rows, panel + p, sums + p * kLine, 2 * kLine);
+  store_tiles<kInt8, kPanels>(piece, row, rows, panel, sums, 2 * kLine);
 }
 
 template <bool kInt8>
@@ -472,10 +470,7 @@ RunPiece choose(Isa isa, bool int8) {
 // -- cutting the work -----------------------------------------------------------------------------------------------
 
 // Bytes of weights times rows below which waking another thread costs more than it saves.
-#ifndef ALONE
-#define ALONE 65536
-#endif
-constexpr int64_t kAlone = ALONE;
+constexpr int64_t kAlone = 64 << 10;
 // Rows of x that stay in a core's second cache while panel after panel passes over them.
 constexpr int64_t kRowBytes = 768 << 10;
 

@@ -13,6 +13,7 @@ from quire.device import kv_cache
 from quire.device.inputs import BatchLayout
 from quire.device.models.layers import Params, decoder, unembed
 from quire.device.runner import ModelRunner
+from quire.device.sampler import take_likeliest
 
 
 class BareLoop:
@@ -34,12 +35,12 @@ class BareLoop:
     def _loop(self, params: Params, cache: kv_cache.KVCache, prompts_BT: Int[Array, "B T"]):
         prompt_len = self._prompt_len
         logits_BV, cache = self._forward(params, cache, prompts_BT.reshape(-1), jnp.int32(0), prompt_len)
-        tokens_BR = jnp.zeros((self._rows, self._new_tokens), jnp.int32).at[:, 0].set(_argmax(logits_BV))
+        tokens_BR = jnp.zeros((self._rows, self._new_tokens), jnp.int32).at[:, 0].set(take_likeliest(logits_BV)[0])
 
         def step(round_, state):
             cache, tokens_BR = state
             logits_BV, cache = self._forward(params, cache, tokens_BR[:, round_ - 1], prompt_len + round_ - 1, 1)
-            return cache, tokens_BR.at[:, round_].set(_argmax(logits_BV))
+            return cache, tokens_BR.at[:, round_].set(take_likeliest(logits_BV)[0])
 
         return jax.lax.fori_loop(1, self._new_tokens, step, (cache, tokens_BR))
 
@@ -59,7 +60,3 @@ class BareLoop:
         )
         hidden_TD, cache = decoder(self._runner.layer, params, cache, tokens_T, layout, self._runner.parts)
         return unembed(params, hidden_TD[count - 1 :: count]), cache
-
-
-def _argmax(logits_BV: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)

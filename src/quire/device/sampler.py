@@ -53,7 +53,7 @@ def sample(
     scored_S = inputs.target_S != INVALID
     random_S = (inputs.temperature_S > 0) & ~scored_S
     draw = partial(_draw, native=native)
-    drawn = lax.cond(jnp.any(random_S), draw, _take_likeliest, processed_SV, inputs)
+    drawn = lax.cond(jnp.any(random_S), draw, _greedy, processed_SV, inputs)
     tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
 
     def at_token(x_SV: jax.Array) -> jax.Array:
@@ -122,21 +122,29 @@ def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
     return logits_SV.at[rows_SE, ids_SE].add(inputs.bias_SE, mode="drop")
 
 
-def _argmax(logits_SV: jax.Array) -> jax.Array:
-    return jnp.argmax(logits_SV, axis=-1).astype(jnp.int32)
+def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first of the most likely tokens of each row, and its logit.
+
+    Two passes that XLA turns into vector code; its own argmax is one that it does not.
+    """
+    peak_S = jnp.max(logits_SV, axis=-1)
+    ids_SV = lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
+    last = logits_SV.shape[1] - 1  # where nothing equals the peak, because it is NaN
+    return jnp.min(jnp.where(logits_SV == peak_S[:, None], ids_SV, last), axis=-1), peak_S
 
 
-def _take_likeliest(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
+def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """The most likely token of each row: nothing else had a chance."""
     del inputs
     one_S = jnp.ones(logits_SV.shape[0], jnp.float32)
     num_kept_S = jnp.ones(logits_SV.shape[0], jnp.int32)
-    return Drawn(_argmax(logits_SV), jnp.max(logits_SV, axis=-1), cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
+    tokens_S, peak_S = take_likeliest(logits_SV)
+    return Drawn(tokens_S, peak_S, cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
 def _draw(logits_SV: jax.Array, inputs: SampleInputs, *, native: bool) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
-    greedy = _take_likeliest(logits_SV, inputs)
+    greedy = _greedy(logits_SV, inputs)
     hot_S = inputs.temperature_S > 0
     # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
     cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)

@@ -132,9 +132,10 @@ def attention(
 
 
 def gated_mlp(weights: Params, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """silu(gate) * up, then down."""
-    gate_up_T2F = linear(x_TD, weights["gate_up"])
-    return linear(jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1], weights["down"])
+    """silu(gate) * up, in float32, then down."""
+    gate_up_T2F = linear(x_TD, weights["gate_up"]).astype(jnp.float32)
+    inner_TF = jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1]
+    return linear(inner_TF.astype(x_TD.dtype), weights["down"])
 
 
 def rms_norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*any D"]:
