@@ -329,8 +329,9 @@ QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t
   }
 
 constexpr int64_t kTile = 16 * kLine;
-QUIRE_AMX QUIRE_INLINE void fetch_ahead(const char* tile) {
-  for (int i = 0; i < 16; ++i) _mm_prefetch(tile + 4 * kTile + i * kLine, _MM_HINT_T0);
+constexpr int64_t kAhead = 4 * kTile;
+QUIRE_AMX QUIRE_INLINE void fetch(const char* tile) {
+  for (int i = 0; i < 16; ++i) _mm_prefetch(tile + i * kLine, _MM_HINT_T0);
 }
 
 // Up to 16 rows by 4 panels, or fewer panels at the end.
@@ -348,11 +349,11 @@ QUIRE_AMX void amx_one_row(const Piece& piece, int64_t row, int64_t rows, int64_
   for (int64_t k = 0; k < piece.lines / 16; ++k) {
     _tile_loadd(4, x + k * kLine, stride);
     const char* tile = weights + k * kTile;
-    fetch_ahead(tile);
+    fetch(tile + kAhead);
     _tile_loadd(5, tile, kLine);
     QUIRE_TILE_DOT(0, 4, 5);
     if constexpr (kPanels > 1) {
-      fetch_ahead(tile + panel_bytes);
+      fetch(tile + panel_bytes + kAhead);
       _tile_loadd(6, tile + panel_bytes, kLine);
       QUIRE_TILE_DOT(1, 4, 6);
     }
@@ -375,7 +376,8 @@ QUIRE_AMX void amx_one_row(const Piece& piece, int64_t row, int64_t rows, int64_
   store_tiles<kInt8, kPanels>(piece, row, rows, panel, sums, 4 * kLine);
 }
 
-// 17 to 32 rows by 2 panels, or by the last one.
+// 17 to 32 rows by 2 panels, or by the last one. Memory never rests: each of the passes over the same panels fetches its
+// share of the next ones.
 template <bool kInt8, int kPanels>
 QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64_t panel) {
   _tile_zero(0);
@@ -385,12 +387,18 @@ QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64
   const char* x = piece.x + row * piece.x_stride();
   const char* weights = piece.panel(panel);
   const int64_t stride = piece.x_stride(), panel_bytes = piece.lines * kLine;
-  const bool first = row == piece.first_row;  // later rows find the panel in a cache
-  for (int64_t k = 0; k < piece.lines / 16; ++k) {
+  const int64_t tiles = piece.lines / 16, passes = (piece.end_row - piece.first_row + 31) / 32;
+  const char* share = weights + 2 * panel_bytes + (row - piece.first_row) / 32 * tiles / passes * kTile;
+  const bool is_first = row == piece.first_row && panel == piece.first_panel, has_next = panel + 4 <= piece.end_panel;
+  for (int64_t k = 0; k < tiles; ++k) {
     const char* tile = weights + k * kTile;
-    if (first) {
-      fetch_ahead(tile);
-      if constexpr (kPanels > 1) fetch_ahead(tile + panel_bytes);
+    if (is_first) {
+      fetch(tile + kAhead);
+      if constexpr (kPanels > 1) fetch(tile + panel_bytes + kAhead);
+    }
+    if (has_next && k <= tiles / passes) {
+      fetch(share + k * kTile);
+      fetch(share + panel_bytes + k * kTile);
     }
     _tile_loadd(4, x + k * kLine, stride);
     _tile_loadd(6, tile, kLine);
@@ -480,7 +488,7 @@ void run_pieces(RunPiece run_piece, Piece whole, const Threads& threads) {
   const int64_t row_bytes = whole.x_stride();
   const int64_t rows_at_once = std::max<int64_t>(64, kRowBytes / row_bytes / 32 * 32);
   const int64_t row_tasks = (product.rows + rows_at_once - 1) / rows_at_once;
-  int64_t panels_at_once = product.rows <= 16 ? 4 : 2;
+  int64_t panels_at_once = product.rows <= 64 ? 4 : 2;
   if (panels * whole.lines * kLine * product.rows < kAlone) panels_at_once = panels;
   const int64_t panel_tasks = (panels + panels_at_once - 1) / panels_at_once;
   threads.run(row_tasks * panel_tasks, [&](int64_t task) {
