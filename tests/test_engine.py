@@ -106,7 +106,7 @@ def test_mistakes_in_a_call_name_what_was_expected(llm):
         llm.engine.add("hello")
     with pytest.raises(ValueError, match=r"max_modellen is not a knob of the engine; did you mean max_model_len\?"):
         LLM.from_params(config, params, max_modellen=3)
-    with pytest.raises(ValueError, match="zzz is not a knob of the engine; there are dtype, page_size"):
+    with pytest.raises(ValueError, match="zzz is not a knob of the engine; there are dtype, quantize"):
         LLM("nowhere", zzz=3)
     with pytest.raises(ValueError, match="params_from_tensors"):
         LLM.from_params(config, {"model.embed_tokens.weight": params["embed"]})

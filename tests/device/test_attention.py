@@ -21,7 +21,15 @@ from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
 from tests.tiny import tiny_config
 
-BACKENDS = ["reference", "xla", *(f"native {isa}" for isa in native.instruction_sets())]
+NATIVE = [f"native {isa}" for isa in native.instruction_sets()]
+BACKENDS = ["reference", "xla", *NATIVE]
+
+
+def daily(names: list[str]) -> list:
+    """Instruction sets that the machine would not choose by itself are tried by CI only."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in NATIVE[:-1] else name for name in names]
+
+
 NUM_HEADS, NUM_KV_HEADS = 6, 2
 
 
@@ -159,7 +167,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily(BACKENDS))
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
@@ -169,13 +177,13 @@ def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
     Case(rows, num_pages=128, decode=decode, poison=poison, **pads).run(name, window=window)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily(BACKENDS))
 @pytest.mark.parametrize("page_size", [1, 3, 16, 128, 256])
 def test_any_page_size(name, page_size):
     Case([(150, 1), (90, 70), (17, 17)], page_size=page_size, num_pages=300 // page_size + 8).run(name)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily(BACKENDS))
 def test_only_the_destinations_are_written(name):
     case = Case([(6, 3), (9, 1), (70, 65)])
     backend, kv = case.run(name)
@@ -200,7 +208,7 @@ def test_random_ragged_batches(rows, window, poison):
     Case(rows, page_size=8, num_pages=80, poison=poison, **pads).run("xla", window=window)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily(BACKENDS))
 def test_the_toy_example_of_the_seeds(name):
     """Section 5.1: page size 4, pages [2, 7], length 6; position 5 lands in page 7 at offset 1, 6 and 7 stay unseen."""
     backend = backend_of(name)
@@ -223,7 +231,7 @@ def test_the_toy_example_of_the_seeds(name):
     np.testing.assert_allclose(out[5, 0], tokens[:, 0].mean(axis=0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", daily(BACKENDS))
 def test_prefill_then_decode_as_the_seeds_test_it(name):
     """JetStream's tests: 16 tokens over two pages of 8, then one more at page 16 // 8, offset 16 % 8."""
     backend = backend_of(name)
@@ -266,13 +274,12 @@ def test_indices_of_another_integer_type_are_refused():
         case.run("xla")
 
 
-NATIVE = [name for name in BACKENDS if name.startswith("native")]
 HALF = jnp.bfloat16.dtype
 HALF_ERROR = {"atol": 1e-2, "rtol": 1e-2}
 """Weights and outputs are rounded to 8 bits of fraction, 2^-9 each; values here are averages of numbers around 1."""
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", daily(NATIVE))
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
 @pytest.mark.parametrize("group", [3, 70])
@@ -283,7 +290,7 @@ def test_any_head_size_and_group(name, dtype, head_dim, group):
         case.run(name, window=window, **error)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", daily(NATIVE))
 @pytest.mark.parametrize("page_size", [1, 5, 16, 17, 48, 131, 144])
 def test_any_page_size_in_bfloat16(name, page_size):
     rows = [(300, 1), (190, 170), (17, 17), (1, 1)]
@@ -322,7 +329,7 @@ def test_random_ragged_batches_in_the_native_kernel(rows, window, page_size, poi
     case.run(name, window=window, **error)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", daily(NATIVE))
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
 def test_one_long_context_is_shared_by_the_threads(name, dtype):
     error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
@@ -338,7 +345,7 @@ def test_each_device_has_its_own_heads(name):
         Case([(40, 1), (170, 90), (33, 33)], page_size=16, num_pages=32, dtype=dtype).run(name, num_devices=2, **error)
 
 
-@pytest.mark.parametrize("name", NATIVE)
+@pytest.mark.parametrize("name", daily(NATIVE))
 def test_pages_outside_the_pool_are_neither_read_nor_written(name):
     """The host never sends such; a kernel that believed it would read anybody's memory."""
     case = Case([(40, 1), (100, 70)], page_size=16, num_pages=32)
