@@ -358,10 +358,10 @@ QUIRE_AMX void amx_one_row(const Piece& piece, int64_t row, int64_t rows, int64_
       QUIRE_TILE_DOT(1, 4, 6);
     }
     if constexpr (kPanels > 2) {
-      fetch_ahead(tile + 2 * panel_bytes);
+      fetch(tile + 2 * panel_bytes + kAhead);
       _tile_loadd(7, tile + 2 * panel_bytes, kLine);
       QUIRE_TILE_DOT(2, 4, 7);
-      fetch_ahead(tile + 3 * panel_bytes);
+      fetch(tile + 3 * panel_bytes + kAhead);
       _tile_loadd(5, tile + 3 * panel_bytes, kLine);
       QUIRE_TILE_DOT(3, 4, 5);
     }
