@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,8 @@ def throughput(
 ) -> Iterator[Result]:
     """Generated tokens a second of a fixed batch, prompts included. `draw` are SamplingParams other than greedy."""
     params = replace(SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True), **draw)
-    with _against(against) as peer:
-        for num in rows:
-            other = peer and (lambda prompts: peer.generate(prompts, new_tokens))
-            if against == "bare":
-                other = bare_side(llm, num, prompt_len, new_tokens)
-            ours, theirs = _interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
-            yield {"kind": "throughput", "rows": num} | _speeds(num * new_tokens, ours, theirs, against)
+    for num, ours, theirs in _compared(llm, params, rows, prompt_len, repeats, against):
+        yield {"kind": "throughput", "rows": num} | _speeds(num * new_tokens, ours, theirs, against)
 
 
 def prefill(
@@ -95,14 +91,9 @@ def prefill(
 ) -> Iterator[Result]:
     """Prompt tokens a second: prompts that share nothing, one token drawn from each."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    with _against(against) as peer:
-        for num in rows:
-            other = peer and (lambda prompts: peer.generate(prompts, 1))
-            if against == "bare":
-                other = bare_side(llm, num, prompt_len, 1)
-            ours, theirs = _interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
-            result = {"kind": "prefill", "rows": num, "prompt_len": prompt_len}
-            yield result | _speeds(num * prompt_len, ours, theirs, against)
+    for num, ours, theirs in _compared(llm, params, rows, prompt_len, repeats, against):
+        result = {"kind": "prefill", "rows": num, "prompt_len": prompt_len}
+        yield result | _speeds(num * prompt_len, ours, theirs, against)
 
 
 def latency(llm: LLM, *, contexts: Sequence[int], new_tokens: int, repeats: int) -> Iterator[Result]:
@@ -237,18 +228,17 @@ def _read_trace(
     return arrivals
 
 
-class _Nobody:
-    """What we are compared with, when it is nobody outside this process."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-
-def _against(against: str | None) -> Peer | _Nobody:
-    return _Nobody() if against in (None, "bare") else Peer(against)
+def _compared(
+    llm: LLM, params: SamplingParams, rows: Sequence[int], prompt_len: int, repeats: int, against: str | None
+) -> Iterator[tuple[int, list[float], list[float]]]:
+    """For each number of rows the seconds of both sides; of ours alone when there is no other."""
+    new_tokens = params.max_tokens or 0
+    with nullcontext() if against in (None, "bare") else Peer(against) as peer:
+        for num in rows:
+            other = peer and (lambda prompts: peer.generate(prompts, new_tokens))
+            if against == "bare":
+                other = bare_side(llm, num, prompt_len, new_tokens)
+            yield num, *_interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
 
 
 def our_side(llm: LLM, params: SamplingParams) -> Side:

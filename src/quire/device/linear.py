@@ -146,14 +146,9 @@ def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Ki
 
 
 def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
-    platform = mesh.devices.flat[0].platform
-    if platform != "cpu":
-        return f"the native library runs on a CPU, not on a {platform}"
-    if mesh.size > 1:
-        return f"the native matmul runs on one device, not on {mesh.size}"
     if dtype != "bfloat16" and quantize is None:
         return f"the native matmul takes bfloat16, or any type with quantize='int8', not {dtype}"
-    return native.why_not()
+    return native.why_not_on(mesh)
 
 
 def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[str, Any]:

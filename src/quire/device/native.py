@@ -37,9 +37,14 @@ def why_not() -> str | None:
     return library if isinstance(library, str) else None
 
 
-def serves(mesh: Mesh) -> bool:
-    """Whether the library computes what is whole on this mesh: on one CPU device, that is."""
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu" and why_not() is None
+def why_not_on(mesh: Mesh) -> str | None:
+    """The same for what is whole on a mesh: that is one CPU device."""
+    platform = mesh.devices.flat[0].platform
+    if platform != "cpu":
+        return f"the native library runs on a CPU, not on a {platform}"
+    if mesh.size > 1:
+        return f"the native matmul runs on one device, not on {mesh.size}"
+    return why_not()
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -213,7 +213,8 @@ class ModelRunner:
 
     def trace(self, shape: StepShape) -> jax.stages.Traced:
         """The program of one shape, not yet for any platform."""
-        parts, layer, max_rounds, is_native = self.parts, self.layer, self.max_rounds, native.serves(self.mesh)
+        parts, layer, max_rounds = self.parts, self.layer, self.max_rounds
+        is_native = native.why_not_on(self.mesh) is None
 
         def step(params, cache, tokens_T, layout, samples, rounds):
             def one_round(cache, tokens_T, layout, samples):
