@@ -9,6 +9,7 @@ is read from its own pages, which carry token ids beside their KV. What no sampl
 time (`lax.cond`), so that one program serves every mix of requests.
 """
 
+import math
 from functools import partial
 from typing import NamedTuple
 
@@ -48,32 +49,42 @@ def sample(
     """Draw or score one token for each sample; one round. `native` where the library is there to help."""
     is_penalised = jnp.any((inputs.repetition_S != 1) | (inputs.presence_S != 0) | (inputs.frequency_S != 0))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
-    processed_SV = lax.cond(is_penalised, _penalise, lambda x, *_: x, logits_SV, inputs, tokens_MZ, page_table_BP)
-    processed_SV = lax.cond(is_biased, _add_bias, lambda x, *_: x, processed_SV, inputs)
+    is_processed = is_penalised | is_biased
     scored_S = inputs.target_S != INVALID
-    random_S = (inputs.temperature_S > 0) & ~scored_S
-    draw = partial(_draw, native=native)
-    drawn = lax.cond(jnp.any(random_S), draw, _greedy, processed_SV, inputs)
-    tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
+    is_random = jnp.any((inputs.temperature_S > 0) & ~scored_S)
 
-    def at_token(x_SV: jax.Array) -> jax.Array:
+    def process() -> jax.Array:
+        penalise = partial(_penalise, inputs=inputs, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
+        processed_SV = lax.cond(is_penalised, penalise, _same, logits_SV)
+        return lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
+
+    def draw(x_SV: jax.Array) -> tuple[Drawn, jax.Array, jax.Array]:
+        """Also the tokens, and their logits among these."""
+        drawn = lax.cond(is_random, partial(_draw, native=native), _greedy, x_SV, inputs)
+        tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
+        return drawn, tokens_S, at_token(x_SV, tokens_S)
+
+    def at_token(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
         return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
+
+    # Not `draw(cond(...))`: a branch that returns all logits as they are copies them.
+    drawn, tokens_S, processed_S = lax.cond(is_processed, lambda: draw(process()), lambda: draw(logits_SV))
 
     def logprobs():
         total_S = jax.nn.logsumexp(logits_SV, axis=-1)
-        processed_S = (at_token(processed_SV) - drawn.peak_S) * drawn.cooling_S - jnp.log(drawn.mass_S)
-        return at_token(logits_SV) - total_S, processed_S, total_S
+        logprobs_S = (processed_S - drawn.peak_S) * drawn.cooling_S - jnp.log(drawn.mass_S)
+        return at_token(logits_SV, tokens_S) - total_S, logprobs_S, total_S
 
     num_samples = logits_SV.shape[0]
     zeros_S = jnp.zeros(num_samples, jnp.float32)
-    logprobs_S, processed_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
+    logprobs_S, processed_logprobs_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
 
     width = min(NUM_TOP_LOGPROBS, logits_SV.shape[1])
 
     def top():
         values_SX, ids_SX = lax.top_k(logits_SV, width)
         drawn_values_SX, drawn_ids_SX = lax.cond(
-            is_penalised | is_biased, lambda: tuple(lax.top_k(processed_SV, width)), lambda: (values_SX, ids_SX)
+            is_processed, lambda: tuple(lax.top_k(process(), width)), lambda: (values_SX, ids_SX)
         )
         drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.cooling_S[:, None] - jnp.log(drawn.mass_S)[:, None]
         rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
@@ -90,10 +101,14 @@ def sample(
         logprobs_SR=logprobs_S[:, None],
         top_ids_SRX=top_ids_SX[:, None],
         top_logprobs_SRX=top_logprobs_SX[:, None],
-        processed_logprobs_SR=processed_S[:, None],
+        processed_logprobs_SR=processed_logprobs_S[:, None],
         processed_top_ids_SRX=processed_top_ids_SX[:, None],
         processed_top_logprobs_SRX=processed_top_SX[:, None],
     )
+
+
+def _same(logits_SV: jax.Array) -> jax.Array:
+    return logits_SV
 
 
 def _penalise(logits_SV: jax.Array, inputs: SampleInputs, tokens_MZ: jax.Array, page_table_BP: jax.Array) -> jax.Array:
@@ -125,12 +140,21 @@ def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
 def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the most likely tokens of each row, and its logit.
 
-    Two passes that XLA turns into vector code; its own argmax is one that it does not.
+    One pass over the logits, for the peak of each tile, in vector code: XLA's own argmax is neither on a CPU.
     """
-    peak_S = jnp.max(logits_SV, axis=-1)
-    ids_SV = lax.broadcasted_iota(jnp.int32, logits_SV.shape, 1)
-    last = logits_SV.shape[1] - 1  # where nothing equals the peak, because it is NaN
-    return jnp.min(jnp.where(logits_SV == peak_S[:, None], ids_SV, last), axis=-1), peak_S
+    num_samples, vocab = logits_SV.shape
+    logits_SNT = logits_SV.reshape(num_samples, -1, math.gcd(vocab, TILE))
+    peaks_SN = jnp.max(logits_SNT, axis=-1)
+    peak_S = jnp.max(peaks_SN, axis=-1)
+    tile_S = _first_equal(peaks_SN, peak_S)
+    inside_ST = jnp.take_along_axis(logits_SNT, tile_S[:, None, None], axis=1)[:, 0]
+    return tile_S * logits_SNT.shape[2] + _first_equal(inside_ST, peak_S), peak_S
+
+
+def _first_equal(x_SN: jax.Array, value_S: jax.Array) -> jax.Array:
+    """The last index where none is, because it is NaN."""
+    ids_SN = lax.broadcasted_iota(jnp.int32, x_SN.shape, 1)
+    return jnp.min(jnp.where(x_SN == value_S[:, None], ids_SN, x_SN.shape[1] - 1), axis=-1)
 
 
 def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
