@@ -558,7 +558,13 @@ class Step {
           for (int64_t head = 0; head < a_.num_kv_heads; ++head) write(t, head);
       });
     }
-    for_each(alone, static_cast<int64_t>(tasks_.size()), [&](int64_t i) { attend(tasks_[i]); });
+    const auto num_tasks = static_cast<int64_t>(tasks_.size());
+    const Threads self{1, [](int64_t n, const std::function<void(int64_t)>& task) {
+                         for (int64_t i = 0; i < n; ++i) task(i);
+                       }};
+    run_ahead(alone ? self : threads_, num_tasks, [&](int64_t now, int64_t next) {
+      attend(tasks_[now], next < num_tasks ? &tasks_[next] : nullptr);
+    });
   }
 
  private:
@@ -690,7 +696,8 @@ class Step {
     return (page * a_.num_kv_heads + kv_head) * a_.head_dim * round_up(a_.page_size, pair);
   }
 
-  void attend(const Task& task) {
+  // `following` is what this thread does next.
+  void attend(const Task& task, const Task* following) {
     if (task.writes)
       for (int64_t i = 0; i < task.num_queries; ++i) write(task.first_token + i, task.kv_head);
     Scratch s = scratch(task);
@@ -701,16 +708,17 @@ class Step {
     const int64_t per_chunk = columns_.pieces_per_chunk();
     Piece both[2][kChunk];
     Piece *pieces = both[0], *next = both[1];
-    const auto look_up = [&](int64_t first, Piece* to) {
-      const int64_t count = std::clamp<int64_t>(task.end_piece - first, 0, per_chunk);
-      for (int64_t i = 0; i < count; ++i) to[i] = piece(task, first + i, seen_begin, seen_end);
+    const auto look_up = [&](const Task& from, int64_t first, Piece* to) {
+      const int64_t count = std::clamp<int64_t>(from.end_piece - first, 0, per_chunk);
+      for (int64_t i = 0; i < count; ++i) to[i] = piece(from, first + i, seen_begin, seen_end);
       return count;
     };
-    int64_t num_pieces = look_up(task.begin_piece, pieces);
+    int64_t num_pieces = look_up(task, task.begin_piece, pieces);
     for (int64_t first = task.begin_piece; first < task.end_piece; first += per_chunk) {
       functions_.score(s, pieces, num_pieces);
       functions_.soften(s, first * columns_.padded, num_pieces * columns_.padded);
-      const int64_t num_next = look_up(first + per_chunk, next);
+      int64_t num_next = look_up(task, first + per_chunk, next);
+      if (num_next == 0 && following) num_next = look_up(*following, following->begin_piece, next);
       functions_.accumulate(s, pieces, num_pieces, next, num_next);
       std::swap(pieces, next);
       num_pieces = num_next;

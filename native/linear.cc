@@ -50,6 +50,7 @@ struct Piece {
   int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
   int64_t first_row, end_row;
   int64_t first_panel, end_panel;
+  int64_t next_panel, next_end_panel;  // of the piece that this thread has next
   const Product* product;
   const float* row_scale;     // int8 only
   const float* column_scale;  // int8 only
@@ -278,7 +279,7 @@ void dot_int8(const Piece& piece) { dot(piece, kDotInt8); }
 
 // -- AMX ----------------------------------------------------------------------------------------------------------
 
-#define QUIRE_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-bf16,amx-int8")))
+#define QUIRE_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")))
 
 struct TileConfig {
   uint8_t palette = 1;
@@ -305,18 +306,25 @@ QUIRE_AMX void configure_tiles(int64_t upper_rows, int64_t lower_rows) {
   _tile_loadconfig(&config);
 }
 
-// Row by row, the panels of a row together: they are neighbours in memory.
+// Row by row: the panels of a row are neighbours in memory. Whole pairs of them, as bfloat16, are one line.
 template <bool kInt8, int kPanels>
 QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t rows, int64_t panel, const char* sums,
                                         int64_t stride) {
+  const Product& product = *piece.product;
+  const bool whole = (panel + kPanels) * kPanel <= product.columns && !product.out_float32;
   for (int64_t r = 0; r < rows; ++r) {
-    for (int p = 0; p < kPanels; ++p) {
+    const auto values = [&](int p) QUIRE_AMX {
       const char* line = sums + r * stride + p * kLine;
-      if constexpr (kInt8) {
-        store_16(piece, row + r, panel + p, scaled(piece, row + r, panel + p, _mm512_load_si512(line)));
-      } else {
-        store_16(piece, row + r, panel + p, _mm512_load_ps(reinterpret_cast<const float*>(line)));
+      if constexpr (kInt8) return scaled(piece, row + r, panel + p, _mm512_load_si512(line));
+      return _mm512_load_ps(reinterpret_cast<const float*>(line));
+    };
+    if (kPanels > 1 && whole) {
+      uint16_t* out = static_cast<uint16_t*>(product.out) + (row + r) * product.columns + panel * kPanel;
+      for (int p = 0; p < kPanels; p += 2) {
+        _mm512_storeu_si512(out + p * kPanel, (__m512i)_mm512_cvtne2ps_pbh(values(p + 1), values(p)));
       }
+    } else {
+      for (int p = 0; p < kPanels; ++p) store_16(piece, row + r, panel + p, values(p));
     }
   }
 }
@@ -329,6 +337,25 @@ QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t
   }
 
 constexpr int64_t kTile = 16 * kLine;
+
+// The panels that this thread multiplies next, fetched line by line while it multiplies the present ones.
+struct Ahead {
+  const char* at;
+  const char* end;
+  int64_t each;  // lines at a step
+
+  QUIRE_AMX QUIRE_INLINE void step() {
+    for (int64_t i = 0; i < each && at < end; ++i, at += kLine) _mm_prefetch(at, _MM_HINT_T1);
+  }
+};
+
+QUIRE_INLINE Ahead ahead_of(const Piece& piece, int64_t num_steps) {
+  const int64_t lines = (piece.next_end_panel - piece.next_panel) * piece.lines;
+  const char* start = piece.panel(piece.next_panel);
+  return {start, start + lines * kLine, (lines + num_steps - 1) / num_steps};
+}
+
+// Few rows: memory is the limit, and each panel is fetched a little ahead of itself.
 constexpr int64_t kAhead = 4 * kTile;
 QUIRE_AMX QUIRE_INLINE void fetch(const char* tile) {
   for (int i = 0; i < 16; ++i) _mm_prefetch(tile + i * kLine, _MM_HINT_T0);
@@ -376,10 +403,9 @@ QUIRE_AMX void amx_one_row(const Piece& piece, int64_t row, int64_t rows, int64_
   store_tiles<kInt8, kPanels>(piece, row, rows, panel, sums, 4 * kLine);
 }
 
-// 17 to 32 rows by 2 panels, or by the last one. Memory never rests: each of the passes over the same panels fetches its
-// share of the next ones.
+// 17 to 32 rows by 2 panels, or by the last one.
 template <bool kInt8, int kPanels>
-QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64_t panel) {
+QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64_t panel, Ahead& ahead) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
@@ -387,19 +413,9 @@ QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64
   const char* x = piece.x + row * piece.x_stride();
   const char* weights = piece.panel(panel);
   const int64_t stride = piece.x_stride(), panel_bytes = piece.lines * kLine;
-  const int64_t tiles = piece.lines / 16, passes = (piece.end_row - piece.first_row + 31) / 32;
-  const char* share = weights + 2 * panel_bytes + (row - piece.first_row) / 32 * tiles / passes * kTile;
-  const bool is_first = row == piece.first_row && panel == piece.first_panel, has_next = panel + 4 <= piece.end_panel;
-  for (int64_t k = 0; k < tiles; ++k) {
+  for (int64_t k = 0; k < piece.lines / 16; ++k) {
     const char* tile = weights + k * kTile;
-    if (is_first) {
-      fetch(tile + kAhead);
-      if constexpr (kPanels > 1) fetch(tile + panel_bytes + kAhead);
-    }
-    if (has_next && k <= tiles / passes) {
-      fetch(share + k * kTile);
-      fetch(share + panel_bytes + k * kTile);
-    }
+    ahead.step();
     _tile_loadd(4, x + k * kLine, stride);
     _tile_loadd(6, tile, kLine);
     QUIRE_TILE_DOT(0, 4, 6);
@@ -423,29 +439,26 @@ QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64
 
 template <bool kInt8>
 QUIRE_AMX void amx(const Piece& piece) {
-  const int64_t whole_end = piece.first_row + (piece.end_row - piece.first_row) / 32 * 32;
+  const int64_t num_rows = piece.end_row - piece.first_row, num_panels = piece.end_panel - piece.first_panel;
+  const int64_t whole_end = piece.first_row + num_rows / 32 * 32, rest = piece.end_row - whole_end;
+  const int64_t passes = num_rows / 32 + (rest > 16);
+  Ahead ahead = ahead_of(piece, std::max<int64_t>(passes, 1) * ((num_panels + 1) / 2) * (piece.lines / 16));
+  const auto two_rows = [&](int64_t row, int64_t rows, int64_t panel) QUIRE_AMX {
+    if (panel + 1 < piece.end_panel) {
+      amx_two_rows<kInt8, 2>(piece, row, rows, panel, ahead);
+    } else {
+      amx_two_rows<kInt8, 1>(piece, row, rows, panel, ahead);
+    }
+  };
   if (whole_end > piece.first_row) {
     configure_tiles(16, 16);
     for (int64_t panel = piece.first_panel; panel < piece.end_panel; panel += 2) {
-      for (int64_t row = piece.first_row; row < whole_end; row += 32) {
-        if (panel + 1 < piece.end_panel) {
-          amx_two_rows<kInt8, 2>(piece, row, 32, panel);
-        } else {
-          amx_two_rows<kInt8, 1>(piece, row, 32, panel);
-        }
-      }
+      for (int64_t row = piece.first_row; row < whole_end; row += 32) two_rows(row, 32, panel);
     }
   }
-  const int64_t rest = piece.end_row - whole_end;
   if (rest > 16) {
     configure_tiles(16, rest - 16);
-    for (int64_t panel = piece.first_panel; panel < piece.end_panel; panel += 2) {
-      if (panel + 1 < piece.end_panel) {
-        amx_two_rows<kInt8, 2>(piece, whole_end, rest, panel);
-      } else {
-        amx_two_rows<kInt8, 1>(piece, whole_end, rest, panel);
-      }
-    }
+    for (int64_t panel = piece.first_panel; panel < piece.end_panel; panel += 2) two_rows(whole_end, rest, panel);
   } else if (rest > 0) {
     configure_tiles(rest, 0);
     int64_t panel = piece.first_panel;
@@ -491,13 +504,21 @@ void run_pieces(RunPiece run_piece, Piece whole, const Threads& threads) {
   int64_t panels_at_once = product.rows <= 64 ? 4 : 2;
   if (panels * whole.lines * kLine * product.rows < kAlone) panels_at_once = panels;
   const int64_t panel_tasks = (panels + panels_at_once - 1) / panels_at_once;
-  threads.run(row_tasks * panel_tasks, [&](int64_t task) {
+  const auto piece_of = [&](int64_t index) {
     Piece piece = whole;
-    const int64_t rows = task / panel_tasks, columns = task % panel_tasks;
+    const int64_t rows = index / panel_tasks, columns = index % panel_tasks;
     piece.first_row = rows * rows_at_once;
     piece.end_row = std::min(product.rows, piece.first_row + rows_at_once);
     piece.first_panel = columns * panels_at_once;
     piece.end_panel = std::min(panels, piece.first_panel + panels_at_once);
+    return piece;
+  };
+  const int64_t num_pieces = row_tasks * panel_tasks;
+  run_ahead(threads, num_pieces, [&](int64_t now, int64_t next) {
+    Piece piece = piece_of(now);
+    const Piece& following = next < num_pieces ? piece_of(next) : piece;
+    piece.next_panel = next < num_pieces ? following.first_panel : piece.end_panel;
+    piece.next_end_panel = following.end_panel;
     run_piece(piece);
   });
 }
@@ -537,7 +558,7 @@ void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threa
     }
     rows = scratch.data();
   }
-  const Piece whole{rows, padded / 2, 0, 0, 0, 0, &product, nullptr, nullptr};
+  const Piece whole{rows, padded / 2, 0, 0, 0, 0, 0, 0, &product, nullptr, nullptr};
   run_pieces(choose(isa, false), whole, threads);
 }
 
@@ -551,7 +572,7 @@ void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32,
   threads.run((product.rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
     quantize(isa, activations, task * rows_at_once, std::min(product.rows, (task + 1) * rows_at_once));
   });
-  const Piece whole{scratch.data(), padded / 4, 0, 0, 0, 0, &product, row_scale, column_scale};
+  const Piece whole{scratch.data(), padded / 4, 0, 0, 0, 0, 0, 0, &product, row_scale, column_scale};
   run_pieces(choose(isa, true), whole, threads);
 }
 

@@ -1,5 +1,8 @@
 #include "machine.h"
 
+#include <algorithm>
+#include <atomic>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -59,5 +62,17 @@ Isa best_isa() {
 }
 
 bool isa_supported(Isa isa) { return isa <= best_isa(); }
+
+void run_ahead(const Threads& threads, int64_t n, const std::function<void(int64_t now, int64_t next)>& task) {
+  std::atomic<int64_t> unclaimed{0};
+  const auto claim = [&] { return std::min(n, unclaimed.fetch_add(1)); };
+  threads.run(std::min(threads.count, n), [&](int64_t) {
+    for (int64_t now = claim(); now < n;) {
+      const int64_t next = claim();
+      task(now, next);
+      now = next;
+    }
+  });
+}
 
 }  // namespace quire

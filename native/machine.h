@@ -23,4 +23,8 @@ struct Threads {
   RunTasks run;
 };
 
+// The same, but a task also learns which one its thread has next, n if none: a thread claims that before it runs the
+// present one, so that it can fetch meanwhile what the next will read.
+void run_ahead(const Threads& threads, int64_t n, const std::function<void(int64_t now, int64_t next)>& task);
+
 }  // namespace quire
