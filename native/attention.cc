@@ -19,6 +19,8 @@
 #include <utility>
 #include <vector>
 
+#include "bf16.h"
+
 #if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
 #define QUIRE_X86 1
 #include <immintrin.h>
@@ -38,32 +40,6 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // ---- elements -------------------------------------------------------------------------------------------------------
-
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(Bf16 x) {
-  uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof out);
-  return out;
-}
-
-template <class T>
-T from_float(float x);
-template <>
-inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-inline Bf16 from_float<Bf16>(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  if (std::isnan(x)) return {static_cast<uint16_t>(bits >> 16 | 0x40)};
-  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};  // to nearest, ties to even
-}
 
 template <class T>
 constexpr int64_t kPair = sizeof(T) == 2 ? 2 : 1;

@@ -16,6 +16,7 @@
 #include "attention.h"
 #include "cut.h"
 #include "linear.h"
+#include "pointwise.h"
 
 namespace {
 
@@ -243,15 +244,7 @@ double run_linear(Isa isa, bool int8) {
   std::unique_ptr<char[]> packed(
       new char[quire::num_panels(columns) * quire::num_lines(inner, itemsize) * quire::kLine]);
   const void* data = int8 ? static_cast<const void*>(whole.data()) : weight.bytes.get();
-  const quire::Threads threads{2, [](int64_t n, const std::function<void(int64_t)>& task) {
-                                 std::atomic<int64_t> next{0};
-                                 const auto work = [&] {
-                                   for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
-                                 };
-                                 std::thread other(work);
-                                 work();
-                                 other.join();
-                               }};
+  const quire::Threads threads{3, run_on_threads};
   quire::pack({data, itemsize, inner, columns, transposed}, packed.get(), threads);
   const quire::Product product{rows, inner, columns, packed.get(), out.bytes.get(), wide};
   if (int8) {
@@ -316,9 +309,66 @@ double run_cut(Isa isa) {
   return wrong / rows;
 }
 
+// Every output against a loop in double precision; the worst error, where 1 is what is allowed.
+double run_pointwise(Isa isa, bool narrow) {
+  const quire::Threads threads{3, run_on_threads};
+  const double allowed = narrow ? 0x1p-7 : 4e-6;
+  double worst = 0;
+  const auto compare = [&](double found, double expected) {
+    worst = std::max(worst, std::abs(found - expected) / (allowed * (std::abs(expected) + 1.0 / 8)));
+  };
+  const int64_t rows = pick(1, 200), width = pick(1, 300);
+  Array x(narrow, rows * width), delta(narrow, rows * width), weight(narrow, width), sum(narrow, rows * width),
+      normed(narrow, rows * width), gate_up(narrow, rows * 2 * width), gated(narrow, rows * width);
+  for (Array* array : {&x, &delta, &weight, &gate_up}) array->fill_normal();
+  quire::add_norm(isa,
+                  {narrow, rows, width, 1e-5f, x.bytes.get(), delta.bytes.get(), weight.bytes.get(), sum.bytes.get(),
+                   normed.bytes.get()},
+                  threads);
+  quire::gate(isa, {narrow, rows, width, gate_up.bytes.get(), gated.bytes.get()}, threads);
+  for (int64_t row = 0; row < rows; ++row) {
+    double squares = 0;
+    for (int64_t i = row * width; i < (row + 1) * width; ++i) squares += sum.get(i) * sum.get(i);
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(width) + 1e-5);
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t at = row * width + i;
+      compare(sum.get(at), x.get(at) + delta.get(at));
+      compare(normed.get(at), sum.get(at) * scale * weight.get(i));
+      const double g = gate_up.get(row * 2 * width + i), up = gate_up.get((row * 2 + 1) * width + i);
+      compare(gated.get(at), g / (1 + std::exp(-g)) * up);
+    }
+  }
+  const int64_t kv_heads = pick(1, 3), group = pick(1, 4), half = pick(1, 40), head_dim = 2 * half;
+  Array qkv(narrow, rows * kv_heads * (group + 2) * head_dim), q(narrow, rows * kv_heads * group * head_dim),
+      k(narrow, rows * kv_heads * head_dim), v(narrow, rows * kv_heads * head_dim), cos(false, rows * half),
+      sin(false, rows * half);
+  for (Array* array : {&qkv, &cos, &sin}) array->fill_normal();
+  quire::rotate(isa,
+                {narrow, rows, kv_heads, group, head_dim, qkv.bytes.get(),
+                 reinterpret_cast<const float*>(cos.bytes.get()), reinterpret_cast<const float*>(sin.bytes.get()),
+                 q.bytes.get(), k.bytes.get(), v.bytes.get()},
+                threads);
+  for (int64_t i = 0; i < rows * kv_heads; ++i) {
+    for (int64_t head = 0; head < group + 2; ++head) {
+      const Array& out = head < group ? q : head == group ? k : v;
+      const int64_t from = (i * (group + 2) + head) * head_dim;
+      const int64_t to = (head < group ? i * group + head : i) * head_dim;
+      for (int64_t h = 0; h < half; ++h) {
+        const double first = qkv.get(from + h), second = qkv.get(from + half + h);
+        const bool turned = head <= group;
+        const double c = turned ? cos.get(i / kv_heads * half + h) : 1, s = turned ? sin.get(i / kv_heads * half + h) : 0;
+        compare(out.get(to + h), first * c - second * s);
+        compare(out.get(to + half + h), second * c + first * s);
+      }
+    }
+  }
+  return worst;
+}
+
 }  // namespace
 
 // driver [steps for each instruction set and type]
+
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 20;
   bool good = true;
@@ -340,6 +390,13 @@ int main(int argc, char** argv) {
       for (int step = 0; step < steps; ++step) worst = std::max(worst, run_linear(isa, int8));
       std::printf("%-12s %-8s %d matmuls, worst error %.2f of what is allowed\n", quire::isa_name(isa),
                   int8 ? "int8" : "bfloat16", steps, worst);
+      good = good && worst <= 1;
+    }
+    for (const bool narrow : {false, true}) {
+      double worst = 0;
+      for (int step = 0; step < steps; ++step) worst = std::max(worst, run_pointwise(isa, narrow));
+      std::printf("%-12s %-8s %d times between, worst error %.2f of what is allowed\n", quire::isa_name(isa),
+                  narrow ? "bfloat16" : "float32", steps, worst);
       good = good && worst <= 1;
     }
     double wrong = 0;

@@ -13,6 +13,7 @@
 #include "cut.h"
 #include "linear.h"
 #include "machine.h"
+#include "pointwise.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -194,6 +195,91 @@ ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer pa
   return ffi::Error::Success();
 }
 
+// -- between the matmuls -------------------------------------------------------------------------------------------
+
+// All of one type, float32 or bfloat16; sets which.
+template <class... Buffers>
+ffi::Error one_type(const char* name, bool& bf16, const ffi::AnyBuffer& first, const Buffers&... others) {
+  bf16 = first.element_type() == ffi::BF16;
+  if ((!bf16 && first.element_type() != ffi::F32) || ((others.element_type() != first.element_type()) || ...))
+    return ffi::Error::InvalidArgument(std::string(name) + ": all must be float32, or all bfloat16");
+  return ffi::Error::Success();
+}
+
+ffi::Error add_norm(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer delta, ffi::AnyBuffer weight,
+                    ffi::Result<ffi::AnyBuffer> sum, ffi::Result<ffi::AnyBuffer> normed, float eps,
+                    std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  quire::AddNorm args{};
+  if (ffi::Error error = one_type("quire_add_norm", args.bf16, x, delta, weight, *sum, *normed); error.failure())
+    return error;
+  if (x.dimensions().size() != 2) return ffi::Error::InvalidArgument("quire_add_norm: x must have 2 axes");
+  args.rows = x.dimensions()[0];
+  args.width = x.dimensions()[1];
+  for (const auto* buffer : {&delta, &*sum, &*normed})
+    if (!has_shape(*buffer, {args.rows, args.width}))
+      return ffi::Error::InvalidArgument("quire_add_norm: what is added and the outputs must have the shape of x");
+  if (!has_shape(weight, {args.width}) || args.width < 1)
+    return ffi::Error::InvalidArgument("quire_add_norm: the weight must be as long as a row");
+  args.eps = eps;
+  args.x = x.untyped_data();
+  args.delta = delta.untyped_data();
+  args.weight = weight.untyped_data();
+  args.sum = sum->untyped_data();
+  args.normed = normed->untyped_data();
+  quire::add_norm(isa, args, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::Result<ffi::AnyBuffer> out,
+                std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  quire::Gate args{};
+  if (ffi::Error error = one_type("quire_gate", args.bf16, gate_up, *out); error.failure()) return error;
+  if (out->dimensions().size() != 2) return ffi::Error::InvalidArgument("quire_gate: the output must have 2 axes");
+  args.rows = out->dimensions()[0];
+  args.width = out->dimensions()[1];
+  if (!has_shape(gate_up, {args.rows, 2, args.width}) || args.width < 1)
+    return ffi::Error::InvalidArgument("quire_gate: the input must be [rows, 2, width of the output]");
+  args.gate_up = gate_up.untyped_data();
+  args.out = out->untyped_data();
+  quire::gate(isa, args, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
+                  std::string_view isa_name) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_rotate: ") + what); };
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  quire::Rotate args{};
+  if (ffi::Error error = one_type("quire_rotate", args.bf16, qkv, *q, *k, *v); error.failure()) return error;
+  if (qkv.dimensions().size() != 4) return bad("the input must have 4 axes");
+  args.tokens = qkv.dimensions()[0];
+  args.kv_heads = qkv.dimensions()[1];
+  args.group = qkv.dimensions()[2] - 2;
+  args.head_dim = qkv.dimensions()[3];
+  if (args.kv_heads < 1 || args.group < 1 || args.head_dim < 2 || args.head_dim % 2)
+    return bad("each KV head needs queries, a key and a value of even size");
+  if (!has_shape(*q, {args.tokens, args.kv_heads * args.group, args.head_dim}) ||
+      !has_shape(*k, {args.tokens, args.kv_heads, args.head_dim}) ||
+      !has_shape(*v, {args.tokens, args.kv_heads, args.head_dim}))
+    return bad("the outputs must be [tokens, heads, head size]");
+  for (const auto* table : {&cos, &sin})
+    if (!has_shape(*table, {args.tokens, args.head_dim / 2})) return bad("the tables must be [tokens, head size / 2]");
+  args.qkv = qkv.untyped_data();
+  args.cos = cos.typed_data();
+  args.sin = sin.typed_data();
+  args.q = q->untyped_data();
+  args.k = k->untyped_data();
+  args.v = v->untyped_data();
+  quire::rotate(isa, args, threads_of(pool));
+  return ffi::Error::Success();
+}
+
 // -- sampling -----------------------------------------------------------------------------------------------------
 
 ffi::Error cut(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weights, Ints top_k, ffi::Buffer<ffi::F32> top_p,
@@ -258,6 +344,35 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_linear_int8, linear_int8,
                                   .Arg<ffi::AnyBuffer>()  // panels
                                   .Arg<ffi::AnyBuffer>()  // scale
                                   .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_add_norm, add_norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // what is added to it
+                                  .Arg<ffi::AnyBuffer>()  // weight
+                                  .Ret<ffi::AnyBuffer>()  // sum
+                                  .Ret<ffi::AnyBuffer>()  // normed
+                                  .Attr<float>("eps")
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_gate, gate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // gate and up
+                                  .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_rotate, rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()         // queries, key and value of each KV head
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // cosine
+                                  .Arg<ffi::Buffer<ffi::F32>>()  // sine
+                                  .Ret<ffi::AnyBuffer>()         // q
+                                  .Ret<ffi::AnyBuffer>()         // k
+                                  .Ret<ffi::AnyBuffer>()         // v
                                   .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_cut, cut,

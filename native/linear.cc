@@ -1,9 +1,10 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <new>
+
+#include "bf16.h"
 
 #if defined(__x86_64__)
 #define QUIRE_X86 1
@@ -16,20 +17,6 @@ namespace quire {
 namespace {
 
 // -- what every path shares --------------------------------------------------------------------------------------
-
-float widen(uint16_t value) {
-  const uint32_t bits = uint32_t{value} << 16;
-  float out;
-  std::memcpy(&out, &bits, sizeof(out));
-  return out;
-}
-
-uint16_t round_to_bf16(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  if (std::isnan(value)) return static_cast<uint16_t>((bits >> 16) | 0x40);
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
 
 // Scratch on a 64-byte boundary.
 class Scratch {
@@ -68,8 +55,8 @@ void store_row(const Piece& piece, int64_t row, int64_t panel, const float* valu
   if (product.out_float32) {
     std::memcpy(static_cast<float*>(product.out) + start, values, count * sizeof(float));
   } else {
-    uint16_t* out = static_cast<uint16_t*>(product.out) + start;
-    for (int64_t i = 0; i < count; ++i) out[i] = round_to_bf16(values[i]);
+    Bf16* out = static_cast<Bf16*>(product.out) + start;
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<Bf16>(values[i]);
   }
 }
 
@@ -95,8 +82,8 @@ QUIRE_INLINE void widened_bf16_rows(const Piece& piece, int64_t row, int64_t pan
     for (int r = 0; r < kRows; ++r) {
       uint32_t two;
       std::memcpy(&two, piece.x + (row + r) * piece.x_stride() + line * 4, sizeof(two));
-      sums[r] += even * widen(static_cast<uint16_t>(two));
-      sums[r] += odd * widen(static_cast<uint16_t>(two >> 16));
+      sums[r] += even * to_float(Bf16{static_cast<uint16_t>(two)});
+      sums[r] += odd * to_float(Bf16{static_cast<uint16_t>(two >> 16)});
     }
   }
   for (int r = 0; r < kRows; ++r) {

@@ -53,7 +53,9 @@ class EngineConfig:
         expert=True,
     )
     matmul: str = _knob(
-        "auto", "matmuls: auto (native on a CPU where it was built, else xla), native or xla", expert=True
+        "auto",
+        "matmuls and what lies between: auto (native on a CPU where it was built, else xla), native or xla",
+        expert=True,
     )
     compile_cache: str | None = _knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True

@@ -18,6 +18,7 @@ def test_every_program_lowers_for_an_accelerator(platform, dtype):
             text = runner.trace(shape).lower(lowering_platforms=(platform,)).as_text()
             assert "stablehlo.while" in text
             assert "cpu" not in text.lower(), "no call that only a CPU knows"
+            assert "quire_" not in text, "no call of the native library"
         pages, cache = np.zeros(8, np.int32), runner._cache
         content = kv_cache.HostPages(cache, 8).load(pages)
         for program, args in (

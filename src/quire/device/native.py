@@ -12,7 +12,16 @@ import jax
 from jax.sharding import Mesh
 
 LIBRARY = Path(__file__).with_name("_native.so")
-HANDLERS = ("quire_attention", "quire_pack", "quire_linear_bf16", "quire_linear_int8", "quire_cut")
+HANDLERS = (
+    "quire_attention",
+    "quire_pack",
+    "quire_linear_bf16",
+    "quire_linear_int8",
+    "quire_add_norm",
+    "quire_rotate",
+    "quire_gate",
+    "quire_cut",
+)
 """The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
 
 

@@ -101,7 +101,8 @@ class ModelRunner:
         self.params = prepare(params, self.kind)
         self.attention, self.why_not_native = choose_backend(attention, model, mesh.devices.flat[0].platform)
         """The attention backend; and where it is not the CPU's own on a CPU, the reason in one sentence."""
-        self.parts = Parts(config=model, backend=get_backend(self.attention), mesh=mesh)
+        is_native = matmul != "xla" and native.why_not_on(mesh) is None
+        self.parts = Parts(config=model, backend=get_backend(self.attention), mesh=mesh, native=is_native)
         self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)
         self._cache = self.create_cache(num_pages)
@@ -214,13 +215,12 @@ class ModelRunner:
     def trace(self, shape: StepShape) -> jax.stages.Traced:
         """The program of one shape, not yet for any platform."""
         parts, layer, max_rounds = self.parts, self.layer, self.max_rounds
-        is_native = native.why_not_on(self.mesh) is None
 
         def step(params, cache, tokens_T, layout, samples, rounds):
             def one_round(cache, tokens_T, layout, samples):
                 hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
                 logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
-                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP, native=is_native)
+                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP, native=parts.native)
 
             if shape.decode:
                 return run_rounds(one_round, cache, tokens_T, layout, samples, rounds, max_rounds)

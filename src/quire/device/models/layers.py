@@ -30,6 +30,7 @@ from quire.device.attention import Backend, paged_attention
 from quire.device.inputs import BatchLayout
 from quire.device.kv_cache import KVCache, Layer
 from quire.device.linear import linear
+from quire.device.pointwise import Rotary, add_norm, gate, rms_norm, rotate, split, split_rotated
 
 Params = dict[str, Any]
 
@@ -41,9 +42,11 @@ class Parts:
     config: ModelConfig
     backend: Backend
     mesh: Mesh
+    native: bool = False
+    """Whether the native library computes what lies between the matmuls."""
 
 
-LayerFunction = Callable[..., tuple[jax.Array, Layer]]
+LayerFunction = Callable[..., tuple[jax.Array, jax.Array, Layer]]
 
 
 def decoder(
@@ -60,14 +63,16 @@ def decoder(
 
     The layer is one jitted function called L times: it is traced and lowered once.
     """
+    config = parts.config
     x_TD = params["embed"][tokens_T]
-    rotary = rotary_table(parts.config, layout.positions_T)
+    delta_TD = jnp.zeros_like(x_TD)
+    rotary = rotary_table(config, layout.positions_T)
     call = jax.jit(layer, static_argnames=("window", "parts"))
     layers = []
-    for weights, kv, window in zip(params["layers"], cache.layers, parts.config.windows, strict=True):
-        x_TD, new_kv = call(weights, x_TD, kv, rotary, layout, window=window, parts=parts)
+    for weights, kv, window in zip(params["layers"], cache.layers, config.windows, strict=True):
+        x_TD, delta_TD, new_kv = call(weights, x_TD, delta_TD, kv, rotary, layout, window=window, parts=parts)
         layers.append(new_kv)
-    x_TD = rms_norm(x_TD, params["norm"], parts.config.norm_eps)
+    _, x_TD = add_norm(x_TD, delta_TD, params["norm"], config.norm_eps, native=parts.native)
     ids = cache.tokens_MZ.reshape(-1).at[layout.destinations_T].set(tokens_T, mode="drop")
     return x_TD, KVCache(layers, ids.reshape(cache.tokens_MZ.shape), cache.page_axis)
 
@@ -80,26 +85,30 @@ def unembed(params: Params, x_SD: Float[Array, "S D"]) -> Float[Array, "S V"]:
 def decoder_layer(
     weights: Params,
     x_TD: Float[Array, "T D"],
+    delta_TD: Float[Array, "T D"],
     kv: Layer,
-    rotary: tuple[jax.Array, jax.Array],
+    rotary: Rotary,
     layout: BatchLayout,
     *,
     window: int | None,
     parts: Parts,
-) -> tuple[Float[Array, "T D"], Layer]:
-    """The residual stream plus attention of its norm, then plus the feed-forward of its norm."""
-    eps = parts.config.norm_eps
-    normed_TD = rms_norm(x_TD, weights["attention_norm"], eps)
-    attended_TD, kv = attention(weights, normed_TD, kv, rotary, layout, window=window, parts=parts)
-    x_TD = x_TD + attended_TD
-    return x_TD + gated_mlp(weights, rms_norm(x_TD, weights["mlp_norm"], eps)), kv
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Layer]:
+    """The residual stream plus attention of its norm, then plus the feed-forward of its norm.
+
+    What the last layer adds to the stream comes with it, not yet added, and so does what this one adds.
+    """
+    eps, native = parts.config.norm_eps, parts.native
+    x_TD, normed_TD = add_norm(x_TD, delta_TD, weights["attention_norm"], eps, native=native)
+    delta_TD, kv = attention(weights, normed_TD, kv, rotary, layout, window=window, parts=parts)
+    x_TD, normed_TD = add_norm(x_TD, delta_TD, weights["mlp_norm"], eps, native=native)
+    return x_TD, gated_mlp(weights, normed_TD, native=native), kv
 
 
 def attention(
     weights: Params,
     x_TD: Float[Array, "T D"],
     kv: Layer,
-    rotary: tuple[jax.Array, jax.Array],
+    rotary: Rotary,
     layout: BatchLayout,
     *,
     window: int | None,
@@ -107,22 +116,23 @@ def attention(
 ) -> tuple[Float[Array, "T D"], Layer]:
     """Project, normalise q and k where the architecture does, rotate, attend, project back."""
     config = parts.config
-    num_tokens, group, head_dim = x_TD.shape[0], config.group_size, config.head_dim
+    num_tokens, head_dim = x_TD.shape[0], config.head_dim
     qkv_TKX = linear(x_TD, weights["qkv"])
     if "qkv_bias" in weights:
         qkv_TKX += weights["qkv_bias"][None]
-    qkv_TKXH = qkv_TKX.reshape(num_tokens, config.num_kv_heads, group + 2, head_dim)
-    q_TNH = qkv_TKXH[:, :, :group].reshape(num_tokens, config.num_heads, head_dim)
-    k_TKH, v_TKH = qkv_TKXH[:, :, group], qkv_TKXH[:, :, group + 1]
+    qkv_TKXH = qkv_TKX.reshape(num_tokens, config.num_kv_heads, config.group_size + 2, head_dim)
     if "q_norm" in weights:
-        q_TNH = rms_norm(q_TNH, weights["q_norm"], config.norm_eps)
-        k_TKH = rms_norm(k_TKH, weights["k_norm"], config.norm_eps)
+        q_TNH, k_TKH, v_TKH = split(qkv_TKXH)
+        q_TNH = rotate(rms_norm(q_TNH, weights["q_norm"], config.norm_eps), rotary)
+        k_TKH = rotate(rms_norm(k_TKH, weights["k_norm"], config.norm_eps), rotary)
+    else:
+        q_TNH, k_TKH, v_TKH = split_rotated(qkv_TKXH, rotary, native=parts.native)
     out_TNH, kv = paged_attention(
         parts.backend,
         parts.mesh,
         kv,
-        rotate(q_TNH, rotary),
-        rotate(k_TKH, rotary),
+        q_TNH,
+        k_TKH,
         v_TKH,
         layout,
         scale=head_dim**-0.5,
@@ -131,21 +141,12 @@ def attention(
     return linear(out_TNH.reshape(num_tokens, -1), weights["output"]), kv
 
 
-def gated_mlp(weights: Params, x_TD: Float[Array, "T D"]) -> Float[Array, "T D"]:
-    """silu(gate) * up, in float32, then down."""
-    gate_up_T2F = linear(x_TD, weights["gate_up"]).astype(jnp.float32)
-    inner_TF = jax.nn.silu(gate_up_T2F[:, 0]) * gate_up_T2F[:, 1]
-    return linear(inner_TF.astype(x_TD.dtype), weights["down"])
+def gated_mlp(weights: Params, x_TD: Float[Array, "T D"], *, native: bool) -> Float[Array, "T D"]:
+    """silu(gate) * up, then down."""
+    return linear(gate(linear(x_TD, weights["gate_up"]), native=native), weights["down"])
 
 
-def rms_norm(x: Float[Array, "*any D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*any D"]:
-    """Over the last axis, in float32."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * jax.lax.broadcast_in_dim(weight, x.shape, (x.ndim - 1,))
-
-
-def rotary_table(config: ModelConfig, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotary_table(config: ModelConfig, positions_T: jax.Array) -> Rotary:
     """Cosine and sine of each token's angles, in float32.
 
     Behind a barrier: XLA would rather compute them again in every layer, for every head, than read them.
@@ -172,11 +173,3 @@ def _scale(frequencies: np.ndarray, scaling: RopeScaling) -> np.ndarray:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = np.clip((scaling.original_max_len / wavelengths - low) / (high - low), 0.0, 1.0)
     return ((1 - blend) * slow + blend * frequencies).astype(np.float32)
-
-
-def rotate(x_TNH: Float[Array, "T N H"], rotary: tuple[jax.Array, jax.Array]) -> Float[Array, "T N H"]:
-    """Turn the pair (i, i + H/2) of every head by its angle."""
-    cos_T1X, sin_T1X = (table[:, None, :] for table in rotary)
-    first, second = jnp.split(x_TNH.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos_T1X - second * sin_T1X, second * cos_T1X + first * sin_T1X], axis=-1)
-    return turned.astype(x_TNH.dtype)
