@@ -513,7 +513,10 @@ struct Task {
 // A context visited in several parts: what each leaves, and how many are still under way.
 struct Split {
   std::vector<float> left;  // [parts, X, H + 2]: out, top, total
-  std::atomic<int64_t> waiting{0};
+  std::atomic<int64_t> waiting;
+
+  Split(int64_t num_parts, int64_t num_rows, int64_t head_dim)
+      : left(num_parts * num_rows * (head_dim + 2)), waiting(num_parts) {}
 };
 
 template <class T>
@@ -534,12 +537,18 @@ class Step {
           for (int64_t head = 0; head < a_.num_kv_heads; ++head) write(t, head);
       });
     }
-    const auto num_tasks = static_cast<int64_t>(tasks_.size());
     const Threads self{1, [](int64_t n, const std::function<void(int64_t)>& task) {
                          for (int64_t i = 0; i < n; ++i) task(i);
                        }};
-    run_ahead(alone ? self : threads_, num_tasks, [&](int64_t now, int64_t next) {
-      attend(tasks_[now], next < num_tasks ? &tasks_[next] : nullptr);
+    // The KV heads of a page are neighbours in memory: one thread visits them one after the other if it has enough to do.
+    const auto num_tasks = static_cast<int64_t>(tasks_.size());
+    const int64_t at_once = std::clamp<int64_t>(num_tasks / (4 * threads_.count), 1, a_.num_kv_heads);
+    run_ahead(alone ? self : threads_, ceil_div(num_tasks, at_once), [&](int64_t now, int64_t next) {
+      const int64_t end = std::min((now + 1) * at_once, num_tasks);
+      for (int64_t i = now * at_once; i < end; ++i) {
+        const int64_t following = i + 1 < end ? i + 1 : next * at_once;
+        attend(tasks_[i], following < num_tasks ? &tasks_[following] : nullptr);
+      }
     });
   }
 
@@ -626,26 +635,27 @@ class Step {
     const int64_t share = ceil_div(total, 4 * threads_.count);
     std::vector<Task> tasks;
     tasks.reserve(tasks_.size());
-    for (Task task : tasks_) {
-      const int64_t num_pieces = task.end_piece - task.begin_piece;
+    for (size_t i = 0; i < tasks_.size(); i += a_.num_kv_heads) {  // the KV heads of one tile
+      const Task& whole = tasks_[i];
+      const int64_t num_pieces = whole.end_piece - whole.begin_piece;
       const int64_t most_parts = num_pieces * columns_.padded / kMinPartColumns;
-      const int64_t num_parts = std::min(ceil_div(cost(task), share), most_parts);
-      if (num_parts < 2) {
-        tasks.push_back(task);
-        continue;
-      }
-      task.split = static_cast<int64_t>(splits_.size());
-      task.num_parts = num_parts;
-      splits_.push_back(std::make_unique<Split>());
-      splits_.back()->left.resize(num_parts * task.num_queries * group_ * (a_.head_dim + 2));
-      splits_.back()->waiting = num_parts;
-      if (task.writes && task.kv_head == 0) add_writes(task.first_token, task.first_token + task.num_queries);
-      task.writes = false;
-      const int64_t begin = task.begin_piece;
-      for (task.part = 0; task.part < num_parts; ++task.part) {
-        task.begin_piece = begin + num_pieces * task.part / num_parts;
-        task.end_piece = begin + num_pieces * (task.part + 1) / num_parts;
-        tasks.push_back(task);
+      const int64_t num_parts = std::max<int64_t>(std::min(ceil_div(cost(whole), share), most_parts), 1);
+      if (num_parts > 1 && whole.writes) add_writes(whole.first_token, whole.first_token + whole.num_queries);
+      const auto first_split = static_cast<int64_t>(splits_.size());
+      for (int64_t part = 0; part < num_parts; ++part) {
+        for (int64_t head = 0; head < a_.num_kv_heads; ++head) {
+          Task task = tasks_[i + head];
+          if (num_parts > 1) {
+            if (part == 0) splits_.push_back(std::make_unique<Split>(num_parts, task.num_queries * group_, a_.head_dim));
+            task.split = first_split + head;
+            task.part = part;
+            task.num_parts = num_parts;
+            task.writes = false;
+            task.begin_piece = whole.begin_piece + num_pieces * part / num_parts;
+            task.end_piece = whole.begin_piece + num_pieces * (part + 1) / num_parts;
+          }
+          tasks.push_back(task);
+        }
       }
     }
     tasks_ = std::move(tasks);
