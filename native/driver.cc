@@ -262,8 +262,8 @@ double run_linear(Isa isa, bool int8) {
         const int64_t at = transposed ? n * inner + k : k * columns + n;
         const double w = int8 ? whole[at] : weight.get(at), term = x.get(row * inner + k) * w;
         sum += term;
-        // Half a step of int8 for each term, or the rounding of float32 sums.
-        allowed += int8 ? std::abs(w) * largest / 127 * 0.51 : std::abs(term) * 2e-6;
+        // Half a step of the second int8 number (the first leaves half a step of its own), or the rounding of float32.
+        allowed += int8 ? std::abs(w) * largest / (127.0 * 127) * 0.26 + std::abs(term) * 2e-6 : std::abs(term) * 2e-6;
       }
       const double factor = int8 ? scale[n] : 1;
       allowed = allowed * factor + std::abs(out.get(row * columns + n)) * (wide ? 1e-6 : 0x1p-8);

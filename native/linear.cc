@@ -31,7 +31,8 @@ class Scratch {
   char* data_;
 };
 
-// One piece of a product: some panels, some rows. x is [rows, lines * 4 bytes].
+// One piece of a product: some panels, some rows. x is [rows, lines * 4 bytes]; of int8, where two rows are the terms of
+// one row of the output, always whole pairs.
 struct Piece {
   const char* x;
   int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
@@ -108,13 +109,15 @@ QUIRE_INLINE void widened_int8_rows(const Piece& piece, int64_t row, int64_t pan
       }
     }
   }
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; r += kTerms) {
     float values[kPanel] = {};
     for (int64_t i = 0; i < piece.columns_of(panel); ++i) {
-      values[i] = static_cast<float>(sums[r][i]) *
-                  (piece.row_scale[row + r] * piece.column_scale[panel * kPanel + i]);
+      for (int t = r; t < r + kTerms; ++t) {
+        values[i] += static_cast<float>(sums[t][i]) *
+                     (piece.row_scale[row + t] * piece.column_scale[panel * kPanel + i]);
+      }
     }
-    store_row(piece, row + r, panel, values);
+    store_row(piece, (row + r) / kTerms, panel, values);
   }
 }
 
@@ -125,8 +128,8 @@ QUIRE_INLINE void widened(const Piece& piece) {
     for (; row + 4 <= piece.end_row; row += 4) {
       kInt8 ? widened_int8_rows<4>(piece, row, panel) : widened_bf16_rows<4>(piece, row, panel);
     }
-    for (; row < piece.end_row; ++row) {
-      kInt8 ? widened_int8_rows<1>(piece, row, panel) : widened_bf16_rows<1>(piece, row, panel);
+    for (constexpr int kStep = kInt8 ? kTerms : 1; row < piece.end_row; row += kStep) {
+      kInt8 ? widened_int8_rows<kTerms>(piece, row, panel) : widened_bf16_rows<1>(piece, row, panel);
     }
   }
 }
@@ -173,6 +176,11 @@ QUIRE_STORE QUIRE_INLINE __m512 scaled(const Piece& piece, int64_t row, int64_t 
   const __mmask16 mask = static_cast<__mmask16>((1u << piece.columns_of(panel)) - 1);
   const __m512 columns = _mm512_maskz_loadu_ps(mask, piece.column_scale + panel * kPanel);
   return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(_mm512_set1_ps(piece.row_scale[row]), columns));
+}
+
+QUIRE_STORE QUIRE_INLINE __m512 both_terms(const Piece& piece, int64_t row, int64_t panel, __m512i first,
+                                           __m512i second) {
+  return _mm512_add_ps(scaled(piece, row, panel, first), scaled(piece, row + 1, panel, second));
 }
 
 QUIRE_STORE QUIRE_INLINE int32_t four_bytes(const Piece& piece, int64_t row, int64_t line) {
@@ -226,43 +234,45 @@ QUIRE_DOT_INT8 void dot_int8_tile(const Piece& piece, int64_t row, int64_t panel
       for (int p = 0; p < kPanels; ++p) sums[r][p] = _mm512_dpbusd_epi32(sums[r][p], four, lines[p]);
     }
   }
-  for (int r = 0; r < kRows; ++r) {
+  for (int r = 0; r < kRows; r += kTerms) {
     for (int p = 0; p < kPanels; ++p) {
-      const __m512i sum = _mm512_sub_epi32(sums[r][p], excess[p]);
-      store_16(piece, row + r, panel + p, scaled(piece, row + r, panel + p, sum));
+      const __m512i first = _mm512_sub_epi32(sums[r][p], excess[p]);
+      const __m512i second = _mm512_sub_epi32(sums[r + 1][p], excess[p]);
+      store_16(piece, (row + r) / kTerms, panel + p, both_terms(piece, row + r, panel + p, first, second));
     }
   }
 }
 
 using RunTile = void (*)(const Piece&, int64_t row, int64_t panel);
 
-// Accumulators fill the 32 registers: up to 5 rows of 4 panels, and what int8 takes off each panel.
-constexpr int kDotRows = 5;
-constexpr RunTile kDotBf16[kDotRows][2] = {
+// Accumulators fill the 32 registers: up to 5 rows of 4 panels; of int8, up to 2 rows of two terms, and what comes off
+// each panel.
+constexpr RunTile kDotBf16[][2] = {
     {dot_bf16_tile<1, 1>, dot_bf16_tile<1, 4>}, {dot_bf16_tile<2, 1>, dot_bf16_tile<2, 4>},
     {dot_bf16_tile<3, 1>, dot_bf16_tile<3, 4>}, {dot_bf16_tile<4, 1>, dot_bf16_tile<4, 4>},
     {dot_bf16_tile<5, 1>, dot_bf16_tile<5, 4>},
 };
-constexpr RunTile kDotInt8[kDotRows][2] = {
-    {dot_int8_tile<1, 1>, dot_int8_tile<1, 4>}, {dot_int8_tile<2, 1>, dot_int8_tile<2, 4>},
-    {dot_int8_tile<3, 1>, dot_int8_tile<3, 4>}, {dot_int8_tile<4, 1>, dot_int8_tile<4, 4>},
-    {dot_int8_tile<5, 1>, dot_int8_tile<5, 4>},
+constexpr RunTile kDotInt8[][2] = {
+    {dot_int8_tile<2, 1>, dot_int8_tile<2, 4>},
+    {dot_int8_tile<4, 1>, dot_int8_tile<4, 4>},
 };
 
-void dot(const Piece& piece, const RunTile (&tiles)[kDotRows][2]) {
+// The i-th of the tiles takes i + 1 times so many rows.
+template <int64_t kStep, size_t kTiles>
+void dot(const Piece& piece, const RunTile (&tiles)[kTiles][2]) {
   for (int64_t panel = piece.first_panel; panel < piece.end_panel;) {
     const bool four = panel + 4 <= piece.end_panel;
     for (int64_t row = piece.first_row; row < piece.end_row;) {
-      const int64_t rows = std::min<int64_t>(kDotRows, piece.end_row - row);
-      tiles[rows - 1][four](piece, row, panel);
+      const int64_t rows = std::min<int64_t>(kTiles * kStep, piece.end_row - row);
+      tiles[rows / kStep - 1][four](piece, row, panel);
       row += rows;
     }
     panel += four ? 4 : 1;
   }
 }
 
-void dot_bf16(const Piece& piece) { dot(piece, kDotBf16); }
-void dot_int8(const Piece& piece) { dot(piece, kDotInt8); }
+void dot_bf16(const Piece& piece) { dot<1>(piece, kDotBf16); }
+void dot_int8(const Piece& piece) { dot<kTerms>(piece, kDotInt8); }
 
 // -- AMX ----------------------------------------------------------------------------------------------------------
 
@@ -299,19 +309,24 @@ QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t
                                         int64_t stride) {
   const Product& product = *piece.product;
   const bool whole = (panel + kPanels) * kPanel <= product.columns && !product.out_float32;
-  for (int64_t r = 0; r < rows; ++r) {
+  constexpr int64_t kStep = kInt8 ? kTerms : 1;
+  for (int64_t r = 0; r < rows; r += kStep) {
     const auto values = [&](int p) QUIRE_AMX {
       const char* line = sums + r * stride + p * kLine;
-      if constexpr (kInt8) return scaled(piece, row + r, panel + p, _mm512_load_si512(line));
-      return _mm512_load_ps(reinterpret_cast<const float*>(line));
+      if constexpr (kInt8) {
+        return both_terms(piece, row + r, panel + p, _mm512_load_si512(line), _mm512_load_si512(line + stride));
+      } else {
+        return _mm512_load_ps(reinterpret_cast<const float*>(line));
+      }
     };
+    const int64_t out_row = (row + r) / kStep;
     if (kPanels > 1 && whole) {
-      uint16_t* out = static_cast<uint16_t*>(product.out) + (row + r) * product.columns + panel * kPanel;
+      uint16_t* out = static_cast<uint16_t*>(product.out) + out_row * product.columns + panel * kPanel;
       for (int p = 0; p < kPanels; p += 2) {
         _mm512_storeu_si512(out + p * kPanel, (__m512i)_mm512_cvtne2ps_pbh(values(p + 1), values(p)));
       }
     } else {
-      for (int p = 0; p < kPanels; ++p) store_16(piece, row + r, panel + p, values(p));
+      for (int p = 0; p < kPanels; ++p) store_16(piece, out_row, panel + p, values(p));
     }
   }
 }
@@ -487,15 +502,15 @@ void run_pieces(RunPiece run_piece, Piece whole, const Threads& threads) {
   const int64_t panels = num_panels(product.columns);
   const int64_t row_bytes = whole.x_stride();
   const int64_t rows_at_once = std::max<int64_t>(64, kRowBytes / row_bytes / 32 * 32);
-  const int64_t row_tasks = (product.rows + rows_at_once - 1) / rows_at_once;
-  int64_t panels_at_once = product.rows <= 64 ? 4 : 2;
-  if (panels * whole.lines * kLine * product.rows < kAlone) panels_at_once = panels;
+  const int64_t num_rows = whole.end_row, row_tasks = (num_rows + rows_at_once - 1) / rows_at_once;
+  int64_t panels_at_once = num_rows <= 64 ? 4 : 2;
+  if (panels * whole.lines * kLine * num_rows < kAlone) panels_at_once = panels;
   const int64_t panel_tasks = (panels + panels_at_once - 1) / panels_at_once;
   const auto piece_of = [&](int64_t index) {
     Piece piece = whole;
     const int64_t rows = index / panel_tasks, columns = index % panel_tasks;
     piece.first_row = rows * rows_at_once;
-    piece.end_row = std::min(product.rows, piece.first_row + rows_at_once);
+    piece.end_row = std::min(num_rows, piece.first_row + rows_at_once);
     piece.first_panel = columns * panels_at_once;
     piece.end_panel = std::min(panels, piece.first_panel + panels_at_once);
     return piece;
@@ -545,21 +560,21 @@ void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threa
     }
     rows = scratch.data();
   }
-  const Piece whole{rows, padded / 2, 0, 0, 0, 0, 0, 0, &product, nullptr, nullptr};
+  const Piece whole{rows, padded / 2, 0, product.rows, 0, 0, 0, 0, &product, nullptr, nullptr};
   run_pieces(choose(isa, false), whole, threads);
 }
 
 void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
                  const Threads& threads) {
   const int64_t padded = padded_inner(product.inner, sizeof(int8_t));
-  Scratch scratch(product.rows * padded), scales(product.rows * sizeof(float));
+  Scratch scratch(kTerms * product.rows * padded), scales(kTerms * product.rows * sizeof(float));
   float* row_scale = reinterpret_cast<float*>(scales.data());
   const Activations activations{x, x_float32, product.inner, padded, reinterpret_cast<int8_t*>(scratch.data()), row_scale};
   const int64_t rows_at_once = std::max<int64_t>(1, kValuesAtOnce / padded);
   threads.run((product.rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
     quantize(isa, activations, task * rows_at_once, std::min(product.rows, (task + 1) * rows_at_once));
   });
-  const Piece whole{scratch.data(), padded / 4, 0, 0, 0, 0, 0, 0, &product, row_scale, column_scale};
+  const Piece whole{scratch.data(), padded / 4, 0, kTerms * product.rows, 0, 0, 0, 0, &product, row_scale, column_scale};
   run_pieces(choose(isa, true), whole, threads);
 }
 

@@ -51,12 +51,16 @@ struct Product {
 // x is bfloat16 [rows, inner].
 void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads);
 
-// x is bfloat16 or float32 [rows, inner]; each row is quantised to int8 by its largest magnitude, and
-// out[m, n] = float(sum_k q[m, k] * w[k, n]) * (row_scale[m] * column_scale[n]).
+// x is bfloat16 or float32 [rows, inner]; each row becomes two rows of int8, the second what the first leaves, and
+// out[m, n] is the sum over both terms of float(sum_k q[m, k] * w[k, n]) * (row_scale[m] * column_scale[n]).
 void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
                  const Threads& threads);
 
-// Rows of activations, float32 or bfloat16 [rows, inner], to int8 [rows, padded] with zeros behind, and a scale each.
+// An activation is so many int8 numbers.
+constexpr int64_t kTerms = 2;
+
+// Rows of activations, float32 or bfloat16 [rows, inner], to int8 [rows, terms, padded] with zeros behind, and a scale for
+// each term of each.
 struct Activations {
   const void* x;
   bool float32;

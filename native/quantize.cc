@@ -12,44 +12,57 @@ namespace {
 
 constexpr float kSmallest = 1e-20f;  // so that a row of zeros has a scale, too
 
-// A row of x as int8, padded with zeros; returns its scale. Written for the compiler to vectorise: magnitudes compare as
-// whole numbers, among which a NaN is the largest and so stays loud, and adding 1.5 * 2^23 rounds to nearest even.
-template <typename Value>
-QUIRE_INLINE float quantize_row(const Value* x, int64_t inner, int64_t padded, int8_t* out) {
-  const auto float_bits = [](Value value) {
-    uint32_t bits = 0;
-    std::memcpy(reinterpret_cast<char*>(&bits) + sizeof(bits) - sizeof(value), &value, sizeof(value));
-    return bits;
-  };
+QUIRE_INLINE float from_bits(int32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+QUIRE_INLINE int32_t to_bits(float value) {
+  int32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+QUIRE_INLINE float widen(float value) { return value; }
+QUIRE_INLINE float widen(uint16_t value) { return from_bits(static_cast<int32_t>(uint32_t{value} << 16)); }
+
+// One term of a row: value(i) by the largest magnitude of them; returns the scale. Written for the compiler to vectorise:
+// magnitudes compare as whole numbers, among which a NaN is the largest and so stays loud, and adding 1.5 * 2^23 rounds
+// to nearest even.
+template <typename ValueAt>
+QUIRE_INLINE float quantize_term(ValueAt value, int64_t inner, int64_t padded, int8_t* out) {
   int32_t largest_bits = 0;
-  for (int64_t i = 0; i < inner; ++i) {
-    largest_bits = std::max(largest_bits, static_cast<int32_t>(float_bits(x[i]) & 0x7fffffff));
-  }
-  float largest;
-  std::memcpy(&largest, &largest_bits, sizeof(largest));
+  for (int64_t i = 0; i < inner; ++i) largest_bits = std::max(largest_bits, to_bits(value(i)) & 0x7fffffff);
+  float largest = from_bits(largest_bits);
   if (largest < kSmallest) largest = kSmallest;
   const float inverse = 127.0f / largest;
   constexpr float kRounder = 12582912.0f;
   constexpr int32_t kRounderBits = 0x4b400000;
   for (int64_t i = 0; i < inner; ++i) {
-    const uint32_t bits = float_bits(x[i]);
-    float value;
-    std::memcpy(&value, &bits, sizeof(value));
-    const float shifted = value * inverse + kRounder;
-    int32_t rounded;
-    std::memcpy(&rounded, &shifted, sizeof(rounded));
-    out[i] = static_cast<int8_t>(rounded - kRounderBits);
+    out[i] = static_cast<int8_t>(to_bits(value(i) * inverse + kRounder) - kRounderBits);
   }
   std::memset(out + inner, 0, padded - inner);
   return largest * (1.0f / 127.0f);
 }
 
+template <typename Value>
+QUIRE_INLINE void quantize_row(const Value* x, const Activations& a, int64_t row) {
+  int8_t* first = a.out + row * kTerms * a.padded;
+  float* scale = a.scale + row * kTerms;
+  scale[0] = quantize_term([&](int64_t i) { return widen(x[i]); }, a.inner, a.padded, first);
+  const float first_scale = scale[0];
+  const auto left = [&](int64_t i) { return widen(x[i]) - static_cast<float>(first[i]) * first_scale; };
+  scale[1] = quantize_term(left, a.inner, a.padded, first + a.padded);
+}
+
 QUIRE_INLINE void quantize_rows(const Activations& a, int64_t first, int64_t end) {
   for (int64_t row = first; row < end; ++row) {
-    int8_t* out = a.out + row * a.padded;
-    a.scale[row] = a.float32
-                       ? quantize_row(static_cast<const float*>(a.x) + row * a.inner, a.inner, a.padded, out)
-                       : quantize_row(static_cast<const uint16_t*>(a.x) + row * a.inner, a.inner, a.padded, out);
+    if (a.float32) {
+      quantize_row(static_cast<const float*>(a.x) + row * a.inner, a, row);
+    } else {
+      quantize_row(static_cast<const uint16_t*>(a.x) + row * a.inner, a, row);
+    }
   }
 }
 

@@ -18,8 +18,8 @@ from quire.device.linear import (
     Packed,
     Transposed,
     choose_kind,
-    int8_product,
     linear,
+    one_term,
     pack,
     prepare,
     quantize,
@@ -74,13 +74,16 @@ def test_bfloat16_at_the_sizes_of_models(isa, sizes):
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, wide=st.booleans())
-def test_native_int8_is_plain_int8_to_the_last_bit(isa, sizes, wide):
+def test_native_int8_is_plain_int8_but_for_a_tie_of_the_second_term(isa, sizes, wide):
     x, weight = arrays(*sizes)
     x = x.astype(jnp.float32) * 1.1 if wide else x
     values, scale = quantize(weight, axis=0)
-    expected = int8_product(x, Int8(values, scale, packed=False))
-    got = int8_product(x, Int8(pack(values), scale, packed=True), isa)
-    np.testing.assert_array_equal(np.asarray(got), np.asarray(expected))
+    expected = linear(x, Int8(values, scale, packed=False), jnp.float32)
+    got = linear(x, Int8(pack(values), scale, packed=True), jnp.float32, isa)
+    # A step of the second term, times the largest weight; a few of a row may lie beside a tie.
+    step = np.abs(np.asarray(x, np.float32)).max(axis=1, keepdims=True) / 127**2
+    allowed = 3 * step * 127 * np.asarray(scale) + 1e-5 * np.abs(np.asarray(expected))
+    assert (np.abs(np.asarray(got) - np.asarray(expected)) <= allowed).all()
 
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
@@ -91,7 +94,8 @@ def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
     expected = np.asarray(x, np.float64) @ (np.asarray(values, np.float64) * np.asarray(scale, np.float64))
     kind = pack(values) if packed else values
     weight = Int8(kind, scale, packed)
-    one, two = np.asarray(int8_product(x, weight)), np.asarray(linear(x, weight, jnp.float32))
+    one = np.asarray(one_term(x, Int8(values, scale, packed=False)))
+    two = np.asarray(linear(x, weight, jnp.float32))
     assert np.abs(two - expected).max() < 0.02 * np.abs(one - expected).max()
 
 

@@ -85,22 +85,21 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
 
 def _int8(x: jax.Array, weight: Int8, out: jnp.dtype, isa: str) -> jax.Array:
     """Two terms for each activation: a token's outliers leave the rest of it too few of 8 bits."""
+    if weight.packed:
+        outer = weight.scale.shape
+        return _call("quire_linear_int8", x, weight.values, weight.scale, outer=outer, out=out, isa=isa)
     first, scale_T = quantize(x, axis=1)
     x32 = x.astype(jnp.float32)
     both = jnp.concatenate([x32, x32 - first.astype(jnp.float32) * scale_T[:, None]])
-    sums = int8_product(both, weight, isa)
+    sums = one_term(both, weight)
     return (sums[: len(x)] + sums[len(x) :]).astype(out)
 
 
-def int8_product(x: jax.Array, weight: Int8, instruction_set: str = "") -> jax.Array:
-    """With one term, float32 in and out: each token of x is quantised by its largest magnitude."""
-    values, scale = weight.values, weight.scale
-    if weight.packed:
-        float32 = jnp.dtype(jnp.float32)
-        return _call("quire_linear_int8", x, values, scale, outer=scale.shape, out=float32, isa=instruction_set)
+def one_term(x: jax.Array, weight: Int8) -> jax.Array:
+    """The product of int8 that is not packed, in float32: each token of x is quantised by its largest magnitude."""
     x_int8, scale_T = quantize(x, axis=1)
-    sums = _product(x_int8, values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
-    return sums * (scale_T.reshape(-1, *(1,) * scale.ndim) * scale[None])
+    sums = _product(x_int8, weight.values, 0, jnp.dtype(jnp.int32)).astype(jnp.float32)
+    return sums * (scale_T.reshape(-1, *(1,) * weight.scale.ndim) * weight.scale[None])
 
 
 def _product(x: jax.Array, weight: jax.Array, inner_axis: int, out: jnp.dtype) -> jax.Array:
