@@ -8,14 +8,12 @@ over all of it, masked. Prints the median ratio of speeds with its spread; above
 
 import argparse
 import statistics
-import time
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from quire import LLM
+from quire import LLM, bench
 from quire.device import kv_cache
 from quire.device.bare import BareLoop
 from quire.device.linear import Kind, prepare
@@ -83,18 +81,14 @@ def main() -> None:
     args = parser.parse_args()
     shape = {"prompt_len": PROMPT_LEN, "new_tokens": NEW_TOKENS}
     dense = dense_runner(args.model, PROMPT_LEN + NEW_TOKENS)
-    rng = np.random.default_rng(0)
     with LLM(args.model, quiet=True, max_num_seqs=1, max_model_len=PROMPT_LEN + NEW_TOKENS) as llm:
         for rows in map(int, args.rows.split(",")):
-            loops = [BareLoop(runner, rows=rows, **shape) for runner in (llm.engine.runner, dense)]  # type: ignore
-            times: list[list[float]] = [[], []]
-            for i in range(args.repeats + 1):
-                prompts = rng.integers(500, 49_000, size=(rows, PROMPT_LEN), dtype=np.int32)
-                for loop, own in zip(loops, times, strict=True):
-                    start = time.perf_counter()
-                    loop.generate(prompts)
-                    if i:
-                        own.append(time.perf_counter() - start)
+            loops = {
+                "bare": BareLoop(llm.engine.runner, rows=rows, **shape),
+                "dense": BareLoop(dense, rows=rows, **shape),  # type: ignore
+            }
+            sides = {name: bench.loop_side(loop) for name, loop in loops.items()}
+            times = bench.take_turns(sides, llm, rows, PROMPT_LEN, args.repeats).values()
             ratios = [dense_s / bare_s for bare_s, dense_s in zip(*times, strict=True)]
             speeds = [rows * NEW_TOKENS / statistics.median(own) for own in times]
             spread = f"{min(ratios):.2f}..{max(ratios):.2f}"

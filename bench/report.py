@@ -1,4 +1,4 @@
-"""Everything that docs/performance.md says, measured and drawn by one command.
+"""docs/benchmarks.md and its plots, measured, written and drawn by one command.
 
     python bench/report.py MODEL [--peers vllm,llama_cpp,huggingface] [--repeats 3]
 
@@ -8,14 +8,15 @@ machine hits all alike; ratios are of medians within one number of rows. Run it 
 
 import argparse
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
-import numpy as np
 
 from quire import LLM, SamplingParams, bench
 from quire.device import native
@@ -29,10 +30,8 @@ ROWS = (1, 8, 32, 64)
 CONTEXTS = (256, 1024, 4096)
 PROMPT_LEN, NEW_TOKENS = 64, 128
 PREFILL_ROWS, PREFILL_LEN = 8, 1024
-SLOW = {"huggingface": 1}
-"""Peers that are measured fewer times."""
-
-Medians = dict[str, dict[int, list[float]]]
+Speeds = dict[str, list[float]]
+"""Tokens a second of each side, one for each turn."""
 
 
 def greedy(new_tokens: int) -> SamplingParams:
@@ -40,63 +39,52 @@ def greedy(new_tokens: int) -> SamplingParams:
 
 
 def measure(args: argparse.Namespace) -> dict:
-    """Speeds of everybody in one run, as lists of repeats."""
+    """Speeds of everybody in one run."""
     knobs = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS) + NEW_TOKENS, "num_pages": 2048, "quiet": True}
-    ready: dict[str, float] = {}
-    results: dict = {"ready_s": ready, "throughput": {}, "prefill": {}, "latency": {}}
-    start = time.perf_counter()
-    ours = LLM(args.model, **knobs)
-    ready["quire"] = time.perf_counter() - start
-    int8 = LLM(args.model, quantize="int8", **knobs)
+    results: dict = {"throughput": {}, "latency": {}}
+    ours, int8 = LLM(args.model, **knobs), LLM(args.model, quantize="int8", **knobs)
+    results["ready_s"] = ready = {"quire": seconds_to_ready(args.model, knobs)}
     peers = {}
     for name in filter(None, args.peers.split(",")):
         options = " --quantize q8_0" if name == "llama_cpp" else ""
         peers[name] = bench.Peer(f"{ROOT}/bench/peers/run {name} {args.model}{options}")
         ready[name] = peers[name].seconds_to_ready
 
-    def sides(rows: int, prompt_len: int, new_tokens: int) -> dict[str, Callable[[bench.Prompts], float]]:
-        bare = bench.bare_side(ours, rows, prompt_len, new_tokens)
+    def speeds(sides: dict[str, bench.Side], rows: int, prompt_len: int, num_tokens: int) -> Speeds:
+        seconds = bench.take_turns(sides, ours, rows, prompt_len, args.repeats)
+        found = {name: [num_tokens / took for took in own] for name, own in seconds.items()}
+        print(rows, ", ".join(f"{name} {statistics.median(own):.0f}" for name, own in found.items()), flush=True)
+        return found
+
+    def everybody(rows: int, prompt_len: int, new_tokens: int) -> dict[str, bench.Side]:
         return {
             "quire": bench.our_side(ours, greedy(new_tokens)),
             "quire int8": bench.our_side(int8, greedy(new_tokens)),
-            "bare": bare,
+            "bare": bench.bare_side(ours, rows, prompt_len, new_tokens),
         } | {name: lambda prompts, peer=peer: peer.generate(prompts, new_tokens) for name, peer in peers.items()}
 
     for rows in ROWS:
-        results["throughput"][rows] = take_turns(
-            sides(rows, PROMPT_LEN, NEW_TOKENS), ours, rows, PROMPT_LEN, rows * NEW_TOKENS, args.repeats
-        )
-        print(rows, summary(results["throughput"][rows]), flush=True)
-    results["prefill"] = take_turns(
-        sides(PREFILL_ROWS, PREFILL_LEN, 1), ours, PREFILL_ROWS, PREFILL_LEN, PREFILL_ROWS * PREFILL_LEN, args.repeats
-    )
-    print("prefill", summary(results["prefill"]), flush=True)
+        sides = everybody(rows, PROMPT_LEN, NEW_TOKENS)
+        results["throughput"][rows] = speeds(sides, rows, PROMPT_LEN, rows * NEW_TOKENS)
+    sides = everybody(PREFILL_ROWS, PREFILL_LEN, 1)
+    results["prefill"] = speeds(sides, PREFILL_ROWS, PREFILL_LEN, PREFILL_ROWS * PREFILL_LEN)
     for peer in peers.values():
         peer.close()
+    nucleus = SamplingParams(temperature=1, top_p=0.95, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
+    sides = {"greedy": bench.our_side(ours, greedy(NEW_TOKENS)), "top_p": bench.our_side(ours, nucleus)}
+    results["sampled"] = speeds(sides, max(ROWS), PROMPT_LEN, max(ROWS) * NEW_TOKENS)
     for name, llm in (("quire", ours), ("quire int8", int8)):
         for line in bench.latency(llm, contexts=CONTEXTS, new_tokens=64, repeats=args.repeats):
             results["latency"].setdefault(name, {})[line["context"]] = line["inter_token_s"]
+    results["host"] = list(bench.host(ours, rows=ROWS, prompt_len=PROMPT_LEN, new_tokens=NEW_TOKENS, repeats=1))
     return results
 
 
-def take_turns(
-    sides: dict[str, Callable], llm: LLM, rows: int, prompt_len: int, num_tokens: int, repeats: int
-) -> dict[str, list[float]]:
-    """Tokens a second of every side: the same prompts, in turn; the first turn is warm-up."""
-    rng = np.random.default_rng(0)
-    speeds: dict[str, list[float]] = {name: [] for name in sides}
-    for i in range(repeats + 1):
-        prompts = bench.random_prompts(rng, llm, rows, prompt_len)
-        for name, side in sides.items():
-            if i <= SLOW.get(name, repeats):
-                seconds = side(prompts)
-                if i:
-                    speeds[name].append(num_tokens / seconds)
-    return speeds
-
-
-def summary(speeds: dict[str, list[float]]) -> str:
-    return ", ".join(f"{name} {statistics.median(values):.0f}" for name, values in speeds.items())
+def seconds_to_ready(model: str, knobs: dict) -> float:
+    """Of a process of its own, from the start of Python to its end; programs have been compiled before."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", f"from quire import LLM; LLM({model!r}, **{knobs!r})"], check=True)
+    return time.perf_counter() - start
 
 
 def cell(values: list[float], ours: list[float] | None = None) -> str:
@@ -108,11 +96,12 @@ def cell(values: list[float], ours: list[float] | None = None) -> str:
 
 def write_page(results: dict, args: argparse.Namespace) -> None:
     names = list(results["prefill"])
-    machine = f"{platform.machine()}, instruction set {native.instruction_sets()[-1:] or 'plain XLA'}"
+    machine = ", ".join([platform.machine(), *native.instruction_sets()[-1:]])
     lines = [
-        "# Performance",
+        "# Benchmarks",
         "",
-        f"Made by `python bench/report.py MODEL` on one two-core machine ({machine}).",
+        f"Written by `python bench/report.py MODEL` on a machine of {os.cpu_count()} cores ({machine});",
+        "what the words mean, and what limits these numbers, is in [performance.md](performance.md).",
         "SmolLM2-135M, greedy. Everybody takes turns on the same prompts; a cell is the median of",
         f"{args.repeats} with its spread, and in bold how many times faster Quire in bfloat16 was in the same turns.",
         "Quire int8 quantises weights and activations. Bare is the same kernels in one jitted loop without an engine.",
@@ -140,7 +129,15 @@ def write_page(results: dict, args: argparse.Namespace) -> None:
     lines += ["", "![inter-token time](latency.svg)", ""]
     ready = ", ".join(f"{name} {seconds:.1f}" for name, seconds in results["ready_s"].items())
     lines += [f"Seconds to ready, compiled programs cached: {ready}.", ""]
-    (DOCS / "performance.md").write_text("\n".join(lines))
+    sampled = {name: statistics.median(values) for name, values in results["sampled"].items()}
+    lines += [
+        f"At {max(ROWS)} rows drawing at temperature 1 and top_p 0.95 runs at "
+        f"{sampled['top_p'] / sampled['greedy']:.2f}x of greedy: {sampled['top_p']:,.0f} of {sampled['greedy']:,.0f}.",
+        "",
+    ]
+    shares = ", ".join(f"{line['ratio']:.1%} at {line['rows']}" for line in results["host"])
+    lines += [f"The host's time for a token, as a share of the device's, by rows: {shares}.", ""]
+    (DOCS / "benchmarks.md").write_text("\n".join(lines))
 
 
 def draw(results: dict) -> None:

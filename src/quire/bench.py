@@ -11,7 +11,7 @@ import shlex
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -238,7 +238,9 @@ def _compared(
             other = peer and (lambda prompts: peer.generate(prompts, new_tokens))
             if against == "bare":
                 other = bare_side(llm, num, prompt_len, new_tokens)
-            yield num, *_interleaved(our_side(llm, params), other, llm, num, prompt_len, repeats)
+            sides = {"ours": our_side(llm, params)} | ({"theirs": other} if other else {})
+            seconds = take_turns(sides, llm, num, prompt_len, repeats)
+            yield num, seconds["ours"], seconds.get("theirs", [])
 
 
 def our_side(llm: LLM, params: SamplingParams) -> Side:
@@ -248,7 +250,12 @@ def our_side(llm: LLM, params: SamplingParams) -> Side:
 
 def bare_side(llm: LLM, rows: int, prompt_len: int, new_tokens: int) -> Side:
     """The bare loop over the engine's own weights."""
-    loop = BareLoop(llm.engine.runner, rows=rows, prompt_len=prompt_len, new_tokens=new_tokens)  # pyright: ignore
+    runner = llm.engine.runner
+    return loop_side(BareLoop(runner, rows=rows, prompt_len=prompt_len, new_tokens=new_tokens))  # pyright: ignore
+
+
+def loop_side(loop: BareLoop) -> Side:
+    """Any bare loop."""
     return lambda prompts: _seconds(lambda: loop.generate(np.array(prompts, np.int32)))
 
 
@@ -268,19 +275,16 @@ def random_prompts(rng: np.random.Generator, llm: LLM, rows: int, length: int) -
     return rng.integers(vocab_size // 100, vocab_size, size=(rows, length)).tolist()
 
 
-def _interleaved(
-    ours: Side, theirs: Side | None, llm: LLM, rows: int, prompt_len: int, repeats: int
-) -> tuple[list[float], list[float]]:
+def take_turns(sides: Mapping[str, Side], llm: LLM, rows: int, prompt_len: int, repeats: int) -> dict[str, list[float]]:
     """Seconds of each side on the same prompts, alternating who goes first; the first time is warm-up and dropped."""
     rng = np.random.default_rng(0)
-    sides = [ours] if theirs is None else [ours, theirs]
-    seconds: tuple[list[float], list[float]] = ([], [])
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(repeats + 1):
         prompts = random_prompts(rng, llm, rows, prompt_len)
-        for side in range(len(sides)) if i % 2 else reversed(range(len(sides))):
-            took = sides[side](prompts)
+        for name in list(sides) if i % 2 else reversed(list(sides)):
+            took = sides[name](prompts)
             if i:
-                seconds[side].append(took)
+                seconds[name].append(took)
     return seconds
 
 
