@@ -1,7 +1,8 @@
-"""What sharing and moving pages costs and saves, on a real model: ratios from one interleaved run.
+"""What moving pages and changing weights costs, on a real model: ratios from one interleaved run.
 
-    python bench/pages.py MODEL [fork|prefix|overload|cost|weights ...] [--repeats 5]
+    python bench/pages.py MODEL [overload|cost|weights ...] [--repeats 5]
 
+What sharing saves is `quire bench fork` and `quire bench prefix`.
 Each measurement alternates its two sides and prints the median ratio with its spread. Machines are noisy: run it alone,
 and compare nothing across runs.
 """
@@ -66,50 +67,6 @@ def time_in(*methods: Callable) -> Callable[[Callable[[], object]], float]:
                 setattr(PageTables, method.__name__, method)
 
     return share
-
-
-def fork(model: str, repeats: int) -> None:
-    """n=64 on 520 tokens, against one prefill and 64 single requests that hit the prefix cache."""
-    rng = np.random.default_rng(0)
-    many = SamplingParams(n=64, seed=1, max_tokens=32, ignore_eos=True)
-    one = SamplingParams(seed=1, max_tokens=32, ignore_eos=True)
-    prefill = SamplingParams(temperature=0, max_tokens=1)
-    with LLM(model, **KNOBS) as llm:
-        ours, theirs = [], []
-        for i in range(repeats + 1):
-            tokens = prompt(rng, 520)
-            before = llm.engine.stats()
-            a = seconds(lambda tokens=tokens: llm.generate([tokens], many, progress=False))
-            after = llm.engine.stats()
-            llm.engine.clear_prefix_cache()
-            b = seconds(lambda tokens=tokens: llm.generate([tokens], prefill, progress=False))
-            b += seconds(lambda tokens=tokens: llm.generate([tokens] * 64, one, progress=False))
-            llm.engine.clear_prefix_cache()
-            if i:  # the first is warm-up
-                ours.append(a)
-                theirs.append(b)
-        computed = after.computed_tokens - before.computed_tokens
-        copies = after.page_copies - before.page_copies
-        report("fork / (prefill + 64 cached singles)", ours, theirs, f"computed {computed} tokens, {copies} copies")
-
-
-def prefix(model: str, repeats: int) -> None:
-    """Time to first token of a prompt whose first 1,024 of 1,040 tokens are known, against the first request's."""
-    rng = np.random.default_rng(1)
-    first_token = SamplingParams(temperature=0, max_tokens=1)
-    with LLM(model, **KNOBS) as llm:
-        ours, theirs = [], []
-        for i in range(repeats + 1):
-            shared = prompt(rng, 1024)
-            first, second = shared + prompt(rng, 16), shared + prompt(rng, 16)
-            b = seconds(lambda first=first: llm.generate([first], first_token, progress=False))
-            before = llm.engine.stats().computed_tokens
-            a = seconds(lambda second=second: llm.generate([second], first_token, progress=False))
-            computed = llm.engine.stats().computed_tokens - before
-            if i:
-                ours.append(a)
-                theirs.append(b)
-        report("time to first token, hit / miss", ours, theirs, f"computed {computed} tokens")
 
 
 def overload(model: str, repeats: int) -> None:
@@ -184,7 +141,7 @@ def weights(model: str, repeats: int) -> None:
         report("set_weights / copy", ours, theirs, f"{num_bytes / 2**20:.0f} MiB, {compiles} compiles")
 
 
-BENCHMARKS = {"fork": fork, "prefix": prefix, "overload": overload, "cost": cost, "weights": weights}
+BENCHMARKS = {"overload": overload, "cost": cost, "weights": weights}
 
 
 def main() -> None:

@@ -71,6 +71,11 @@ struct Array {
   }
 };
 
+// The larger error; NaN is the largest.
+double worse(double worst, double error) {
+  return error <= worst ? worst : std::isnan(error) ? std::numeric_limits<double>::infinity() : error;
+}
+
 struct Ints {
   std::unique_ptr<int32_t[]> data;
   explicit Ints(const std::vector<int32_t>& from) : data(new int32_t[from.size()]) {
@@ -267,7 +272,7 @@ double run_linear(Isa isa, bool int8) {
       }
       const double factor = int8 ? scale[n] : 1;
       allowed = allowed * factor + std::abs(out.get(row * columns + n)) * (wide ? 1e-6 : 0x1p-8);
-      worst = std::max(worst, std::abs(out.get(row * columns + n) - sum * factor) / allowed);
+      worst = worse(worst, std::abs(out.get(row * columns + n) - sum * factor) / allowed);
     }
   }
   return worst;
@@ -315,7 +320,7 @@ double run_pointwise(Isa isa, bool narrow) {
   const double allowed = narrow ? 0x1p-7 : 4e-6;
   double worst = 0;
   const auto compare = [&](double found, double expected) {
-    worst = std::max(worst, std::abs(found - expected) / (allowed * (std::abs(expected) + 1.0 / 8)));
+    worst = worse(worst, std::abs(found - expected) / (allowed * (std::abs(expected) + 1.0 / 8)));
   };
   const int64_t rows = pick(1, 200), width = pick(1, 300);
   Array x(narrow, rows * width), delta(narrow, rows * width), weight(narrow, width), sum(narrow, rows * width),

@@ -38,7 +38,7 @@ struct Piece {
   int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
   int64_t first_row, end_row;
   int64_t first_panel, end_panel;
-  int64_t next_panel, next_end_panel;  // of the piece that this thread has next
+  int64_t next_panel, next_end_panel;  // of the piece that this thread has next; equal if none
   const Product* product;
   const float* row_scale;     // int8 only
   const float* column_scale;  // int8 only
@@ -172,15 +172,14 @@ QUIRE_STORE QUIRE_INLINE void store_16(const Piece& piece, int64_t row, int64_t 
   }
 }
 
-QUIRE_STORE QUIRE_INLINE __m512 scaled(const Piece& piece, int64_t row, int64_t panel, __m512i sums) {
-  const __mmask16 mask = static_cast<__mmask16>((1u << piece.columns_of(panel)) - 1);
-  const __m512 columns = _mm512_maskz_loadu_ps(mask, piece.column_scale + panel * kPanel);
-  return _mm512_mul_ps(_mm512_cvtepi32_ps(sums), _mm512_mul_ps(_mm512_set1_ps(piece.row_scale[row]), columns));
-}
-
+// Fused by name: what the compiler chooses to fuse might differ from one tile to the next.
 QUIRE_STORE QUIRE_INLINE __m512 both_terms(const Piece& piece, int64_t row, int64_t panel, __m512i first,
                                            __m512i second) {
-  return _mm512_add_ps(scaled(piece, row, panel, first), scaled(piece, row + 1, panel, second));
+  const __mmask16 mask = static_cast<__mmask16>((1u << piece.columns_of(panel)) - 1);
+  const __m512 columns = _mm512_maskz_loadu_ps(mask, piece.column_scale + panel * kPanel);
+  const __m512 scales[kTerms] = {_mm512_mul_ps(_mm512_set1_ps(piece.row_scale[row]), columns),
+                                 _mm512_mul_ps(_mm512_set1_ps(piece.row_scale[row + 1]), columns)};
+  return _mm512_fmadd_ps(_mm512_cvtepi32_ps(second), scales[1], _mm512_mul_ps(_mm512_cvtepi32_ps(first), scales[0]));
 }
 
 QUIRE_STORE QUIRE_INLINE int32_t four_bytes(const Piece& piece, int64_t row, int64_t line) {
@@ -276,7 +275,7 @@ void dot_int8(const Piece& piece) { dot<kTerms>(piece, kDotInt8); }
 
 // -- AMX ----------------------------------------------------------------------------------------------------------
 
-#define QUIRE_AMX __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16,amx-tile,amx-bf16,amx-int8")))
+#define QUIRE_AMX __attribute__((target("avx512f,avx512bw,avx512vl,amx-tile,amx-bf16,amx-int8")))
 
 struct TileConfig {
   uint8_t palette = 1;
@@ -323,7 +322,8 @@ QUIRE_AMX QUIRE_INLINE void store_tiles(const Piece& piece, int64_t row, int64_t
     if (kPanels > 1 && whole) {
       uint16_t* out = static_cast<uint16_t*>(product.out) + out_row * product.columns + panel * kPanel;
       for (int p = 0; p < kPanels; p += 2) {
-        _mm512_storeu_si512(out + p * kPanel, (__m512i)_mm512_cvtne2ps_pbh(values(p + 1), values(p)));
+        const __m512i low = _mm512_castsi256_si512(to_bf16(values(p)));
+        _mm512_storeu_si512(out + p * kPanel, _mm512_inserti64x4(low, to_bf16(values(p + 1)), 1));
       }
     } else {
       for (int p = 0; p < kPanels; ++p) store_16(piece, out_row, panel + p, values(p));
@@ -441,10 +441,10 @@ QUIRE_AMX void amx_two_rows(const Piece& piece, int64_t row, int64_t rows, int64
 
 template <bool kInt8>
 QUIRE_AMX void amx(const Piece& piece) {
-  const int64_t num_rows = piece.end_row - piece.first_row, num_panels = piece.end_panel - piece.first_panel;
+  const int64_t num_rows = piece.end_row - piece.first_row, pairs = (piece.end_panel - piece.first_panel + 1) / 2;
   const int64_t whole_end = piece.first_row + num_rows / 32 * 32, rest = piece.end_row - whole_end;
   const int64_t passes = num_rows / 32 + (rest > 16);
-  Ahead ahead = ahead_of(piece, std::max<int64_t>(passes, 1) * ((num_panels + 1) / 2) * (piece.lines / 16));
+  Ahead ahead = ahead_of(piece, std::max<int64_t>(passes, 1) * pairs * (piece.lines / 16));
   const auto two_rows = [&](int64_t row, int64_t rows, int64_t panel) QUIRE_AMX {
     if (panel + 1 < piece.end_panel) {
       amx_two_rows<kInt8, 2>(piece, row, rows, panel, ahead);
@@ -518,9 +518,11 @@ void run_pieces(RunPiece run_piece, Piece whole, const Threads& threads) {
   const int64_t num_pieces = row_tasks * panel_tasks;
   run_ahead(threads, num_pieces, [&](int64_t now, int64_t next) {
     Piece piece = piece_of(now);
-    const Piece& following = next < num_pieces ? piece_of(next) : piece;
-    piece.next_panel = next < num_pieces ? following.first_panel : piece.end_panel;
-    piece.next_end_panel = following.end_panel;
+    if (next < num_pieces) {
+      const Piece following = piece_of(next);
+      piece.next_panel = following.first_panel;
+      piece.next_end_panel = following.end_panel;
+    }
     run_piece(piece);
   });
 }

@@ -64,11 +64,11 @@ Isa best_isa() {
 bool isa_supported(Isa isa) { return isa <= best_isa(); }
 
 void run_ahead(const Threads& threads, int64_t n, const std::function<void(int64_t now, int64_t next)>& task) {
-  std::atomic<int64_t> unclaimed{0};
-  const auto claim = [&] { return std::min(n, unclaimed.fetch_add(1)); };
-  threads.run(std::min(threads.count, n), [&](int64_t) {
-    for (int64_t now = claim(); now < n;) {
-      const int64_t next = claim();
+  const int64_t num_threads = std::min(threads.count, n);
+  std::atomic<int64_t> unclaimed{num_threads};  // the first of each thread is its own
+  threads.run(num_threads, [&](int64_t first) {
+    for (int64_t now = first; now < n;) {
+      const int64_t next = std::min(n, unclaimed.fetch_add(1));
       task(now, next);
       now = next;
     }

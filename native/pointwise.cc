@@ -94,7 +94,7 @@ QUIRE_INLINE Floats silu(Floats x) {
   const Floats power = x * -1.44269504088896340736f, most = Floats{} + 126.0f;
   const Floats inside = power > most ? most : power < -most ? -most : power;
   const Floats out = x / (exp2(inside) + 1.0f);
-  return power > most ? Floats{} : out;
+  return power > most ? x * 0.0f : out;  // minus infinity is NaN, as in JAX
 }
 
 template <class T>

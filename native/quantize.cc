@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "bf16.h"
 #include "linear.h"
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
@@ -23,9 +24,6 @@ QUIRE_INLINE int32_t to_bits(float value) {
   std::memcpy(&bits, &value, sizeof(bits));
   return bits;
 }
-
-QUIRE_INLINE float widen(float value) { return value; }
-QUIRE_INLINE float widen(uint16_t value) { return from_bits(static_cast<int32_t>(uint32_t{value} << 16)); }
 
 // One term of a row: value(i) by the largest magnitude of them; returns the scale. Written for the compiler to vectorise:
 // magnitudes compare as whole numbers, among which a NaN is the largest and so stays loud, and adding 1.5 * 2^23 rounds
@@ -50,9 +48,9 @@ template <typename Value>
 QUIRE_INLINE void quantize_row(const Value* x, const Activations& a, int64_t row) {
   int8_t* first = a.out + row * kTerms * a.padded;
   float* scale = a.scale + row * kTerms;
-  scale[0] = quantize_term([&](int64_t i) { return widen(x[i]); }, a.inner, a.padded, first);
+  scale[0] = quantize_term([&](int64_t i) { return to_float(x[i]); }, a.inner, a.padded, first);
   const float first_scale = scale[0];
-  const auto left = [&](int64_t i) { return widen(x[i]) - static_cast<float>(first[i]) * first_scale; };
+  const auto left = [&](int64_t i) { return to_float(x[i]) - static_cast<float>(first[i]) * first_scale; };
   scale[1] = quantize_term(left, a.inner, a.padded, first + a.padded);
 }
 
@@ -61,7 +59,7 @@ QUIRE_INLINE void quantize_rows(const Activations& a, int64_t first, int64_t end
     if (a.float32) {
       quantize_row(static_cast<const float*>(a.x) + row * a.inner, a, row);
     } else {
-      quantize_row(static_cast<const uint16_t*>(a.x) + row * a.inner, a, row);
+      quantize_row(static_cast<const Bf16*>(a.x) + row * a.inner, a, row);
     }
   }
 }

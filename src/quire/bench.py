@@ -244,8 +244,13 @@ def _compared(
 
 
 def our_side(llm: LLM, params: SamplingParams) -> Side:
-    """Our engine, over a batch."""
-    return lambda prompts: _seconds(lambda: _generate(llm, prompts, params))
+    """Our engine, over a batch of prompts that it does not know."""
+
+    def side(prompts: Prompts) -> float:
+        llm.engine.clear_prefix_cache()
+        return _seconds(lambda: _generate(llm, prompts, params))
+
+    return side
 
 
 def bare_side(llm: LLM, rows: int, prompt_len: int, new_tokens: int) -> Side:

@@ -54,7 +54,7 @@ class EngineConfig:
     )
     matmul: str = _knob(
         "auto",
-        "matmuls and what lies between: auto (native on a CPU where it was built, else xla), native or xla",
+        "matmuls, what lies between, sampler: auto (native on a CPU where it was built, else xla), native or xla",
         expert=True,
     )
     compile_cache: str | None = _knob(

@@ -86,6 +86,18 @@ def test_native_int8_is_plain_int8_but_for_a_tie_of_the_second_term(isa, sizes, 
     assert (np.abs(np.asarray(got) - np.asarray(expected)) <= allowed).all()
 
 
+@needs_native
+def test_native_int8_of_many_rows_is_that_of_few():
+    x, weight = arrays(1500, 576, 17)
+    values, scale = quantize(weight, axis=0)
+    kind = Int8(pack(values), scale, packed=True)
+    whole = np.asarray(linear(x, kind, jnp.float32))
+    for first in range(0, 1500, 250):
+        np.testing.assert_array_equal(
+            np.asarray(linear(x[first : first + 250], kind, jnp.float32)), whole[first : first + 250]
+        )
+
+
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_native)])
 def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
     x, weight = arrays(9, 300, 40)
@@ -102,13 +114,14 @@ def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
 @needs_native
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_row_does_not_depend_on_the_rows_beside_it(isa, int8):
+@pytest.mark.parametrize("out", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_the_rows_beside_it(isa, int8, out):
     x, weight = arrays(70, 576, 100)
     values, scale = quantize(weight, axis=0)
     kind = Int8(pack(values), scale, packed=True) if int8 else Packed(pack(weight), weight.shape[1:])
-    whole = np.asarray(linear(x, kind, jnp.float32, isa))
+    whole = np.asarray(linear(x, kind, out, isa))
     for first, count in ((0, 1), (3, 17), (5, 33), (40, 16)):
-        part = np.asarray(linear(x[first : first + count], kind, jnp.float32, isa))
+        part = np.asarray(linear(x[first : first + count], kind, out, isa))
         np.testing.assert_array_equal(part, whole[first : first + count])
 
 

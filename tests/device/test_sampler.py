@@ -11,7 +11,7 @@ from quire.batch import pack_samples
 from quire.core.plan import Sample
 from quire.device import native
 from quire.device.cut import cut
-from quire.device.sampler import TILE, _draw_tiled, sample
+from quire.device.sampler import TILE, _draw_tiled, sample, take_likeliest
 from quire.request import Request, SamplingParams, Sequence
 
 VOCAB = 1000
@@ -332,3 +332,16 @@ def test_of_tied_tokens_only_those_that_could_be_drawn_are_listed(cut, kept):
     values = np.asarray(out.processed_top_logprobs_SRX[0, 0])
     assert np.isfinite(values).sum() == kept
     np.testing.assert_allclose(np.exp(values).sum(), 1, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 32, 257, 512, 768, 1025])
+def test_the_likeliest_is_the_first_of_the_highest_however_the_vocabulary_is_tiled(vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.integers(-3, 3, size=(40, vocab)).astype(np.float32)  # many ties
+    tokens, peaks = take_likeliest(jax.numpy.asarray(logits))
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    np.testing.assert_array_equal(peaks, logits.max(axis=1))
+    logits[3, vocab // 2] = np.nan
+    tokens, _ = take_likeliest(jax.numpy.asarray(logits))
+    assert int(tokens[3]) == vocab - 1, "a row that is lost draws a token that exists"
+    np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(logits, 3, axis=0).argmax(axis=1))

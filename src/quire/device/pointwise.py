@@ -1,7 +1,7 @@
 """What lies between the matmuls of a layer: residual and norm, rotation, gate.
 
-Each is a few lines of JAX, which is what runs on an accelerator. On a CPU XLA's code for them takes a third of a step,
-so there the native library does the same in one sweep (`native`), and rounds where these lines round.
+Each is a few lines of JAX, which is what runs on an accelerator. On a CPU XLA's code for them takes a third of a
+prompt's time, so there the native library does the same in one sweep (`native`), and rounds where these lines round.
 `instruction_set` is one of `native.instruction_sets()`, by default the last: for tests.
 """
 

@@ -22,6 +22,7 @@ from quire.device.cut import cut
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
 
 TILE = 256
+SMALLEST_TILE = 32
 COLDEST = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
 
@@ -59,7 +60,7 @@ def sample(
         return lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
 
     def draw(x_SV: jax.Array) -> tuple[Drawn, jax.Array, jax.Array]:
-        """Also the tokens, and their logits among these."""
+        """What was drawn from these logits, the tokens that count, and their logits among these."""
         drawn = lax.cond(is_random, partial(_draw, native=native), _greedy, x_SV, inputs)
         tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
         return drawn, tokens_S, at_token(x_SV, tokens_S)
@@ -140,15 +141,20 @@ def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
 def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the most likely tokens of each row, and its logit.
 
-    One pass over the logits, for the peak of each tile, in vector code: XLA's own argmax is neither on a CPU.
+    One pass over the logits, for the peak of each tile, in vector code: XLA's own argmax is neither on a CPU. A
+    vocabulary that has no tiles worth the name takes two.
     """
     num_samples, vocab = logits_SV.shape
-    logits_SNT = logits_SV.reshape(num_samples, -1, math.gcd(vocab, TILE))
+    tile = math.gcd(vocab, TILE)
+    if tile < SMALLEST_TILE:
+        peak_S = jnp.max(logits_SV, axis=-1)
+        return _first_equal(logits_SV, peak_S), peak_S
+    logits_SNT = logits_SV.reshape(num_samples, -1, tile)
     peaks_SN = jnp.max(logits_SNT, axis=-1)
     peak_S = jnp.max(peaks_SN, axis=-1)
     tile_S = _first_equal(peaks_SN, peak_S)
     inside_ST = jnp.take_along_axis(logits_SNT, tile_S[:, None, None], axis=1)[:, 0]
-    return tile_S * logits_SNT.shape[2] + _first_equal(inside_ST, peak_S), peak_S
+    return tile_S * tile + _first_equal(inside_ST, peak_S), peak_S
 
 
 def _first_equal(x_SN: jax.Array, value_S: jax.Array) -> jax.Array:

@@ -43,7 +43,7 @@ class Parts:
     backend: Backend
     mesh: Mesh
     native: bool = False
-    """Whether the native library computes what lies between the matmuls."""
+    """Whether the native library computes what lies between the matmuls, and helps the sampler."""
 
 
 LayerFunction = Callable[..., tuple[jax.Array, jax.Array, Layer]]
