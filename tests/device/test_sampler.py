@@ -343,5 +343,5 @@ def test_the_likeliest_is_the_first_of_the_highest_however_the_vocabulary_is_til
     np.testing.assert_array_equal(peaks, logits.max(axis=1))
     logits[3, vocab // 2] = np.nan
     tokens, _ = take_likeliest(jax.numpy.asarray(logits))
-    assert int(tokens[3]) == vocab - 1, "a row that is lost draws a token that exists"
+    assert 0 <= int(tokens[3]) < vocab, "a row that is lost draws a token that exists"
     np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(logits, 3, axis=0).argmax(axis=1))

@@ -158,7 +158,7 @@ def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _first_equal(x_SN: jax.Array, value_S: jax.Array) -> jax.Array:
-    """The last index where none is, because it is NaN."""
+    """The last index where none is, because the value is NaN."""
     ids_SN = lax.broadcasted_iota(jnp.int32, x_SN.shape, 1)
     return jnp.min(jnp.where(x_SN == value_S[:, None], ids_SN, x_SN.shape[1] - 1), axis=-1)
 
