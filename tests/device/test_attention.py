@@ -25,9 +25,14 @@ NATIVE = [f"native {isa}" for isa in native.instruction_sets()]
 BACKENDS = ["reference", "xla", *NATIVE]
 
 
+def slow(value):
+    """A value that only CI tries."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 def daily(names: list[str]) -> list:
     """Instruction sets that the machine would not choose by itself are tried by CI only."""
-    return [pytest.param(name, marks=pytest.mark.slow) if name in NATIVE[:-1] else name for name in names]
+    return [slow(name) if name in NATIVE[:-1] else name for name in names]
 
 
 NUM_HEADS, NUM_KV_HEADS = 6, 2
@@ -170,7 +175,7 @@ MIXES = {
 @pytest.mark.parametrize("name", daily(BACKENDS))
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
-@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [np.nan, slow(np.inf), slow(-np.inf)])
 def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
     rows, decode = MIXES[mix]
     pads = {"pad_tokens": 2, "pad_rows": 2} if decode else {}
@@ -281,7 +286,7 @@ HALF_ERROR = {"atol": 1e-2, "rtol": 1e-2}
 
 @pytest.mark.parametrize("name", daily(NATIVE))
 @pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
-@pytest.mark.parametrize("head_dim", [8, 24, 64, 80, 128])
+@pytest.mark.parametrize("head_dim", [slow(8), 24, 64, slow(80), slow(128)])
 @pytest.mark.parametrize("group", [3, 70])
 def test_any_head_size_and_group(name, dtype, head_dim, group):
     error = HALF_ERROR if dtype == HALF else {"atol": 1e-5, "rtol": 1e-5}
@@ -291,7 +296,7 @@ def test_any_head_size_and_group(name, dtype, head_dim, group):
 
 
 @pytest.mark.parametrize("name", daily(NATIVE))
-@pytest.mark.parametrize("page_size", [1, 5, 16, 17, 48, 131, 144])
+@pytest.mark.parametrize("page_size", [slow(1), 5, 16, slow(17), slow(48), 131, slow(144)])
 def test_any_page_size_in_bfloat16(name, page_size):
     rows = [(300, 1), (190, 170), (17, 17), (1, 1)]
     pads = {"page_size": page_size, "num_pages": 540 // page_size + 9}

@@ -30,6 +30,10 @@ from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 ISAS = native.instruction_sets()
+each_isa = pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]] + [*ISAS[-1:]]
+)
+"""Those that the machine would not choose by itself are tried by CI only."""
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 200), st.integers(1, 90))
 PROMPT = [(5 * i) % 90 + 1 for i in range(21)]
 
@@ -47,7 +51,7 @@ def exact(x: jax.Array, weight: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES)
 def test_bfloat16_is_the_exact_product_but_for_float32_sums_and_one_rounding(isa, sizes):
@@ -61,7 +65,7 @@ def test_bfloat16_is_the_exact_product_but_for_float32_sums_and_one_rounding(isa
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("sizes", [(1, 576, 960), (64, 1536, 576), (513, 64, 48), (1500, 576, 17)])
 def test_bfloat16_at_the_sizes_of_models(isa, sizes):
     x, weight = arrays(*sizes)
@@ -71,7 +75,7 @@ def test_bfloat16_at_the_sizes_of_models(isa, sizes):
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @settings(max_examples=25, deadline=None)
 @given(sizes=SIZES, wide=st.booleans())
 def test_native_int8_is_plain_int8_but_for_a_tie_of_the_second_term(isa, sizes, wide):
@@ -112,7 +116,7 @@ def test_two_terms_leave_only_the_rounding_of_the_weights(packed):
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("out", [jnp.float32, jnp.bfloat16])
 def test_a_row_does_not_depend_on_the_rows_beside_it(isa, int8, out):
@@ -126,7 +130,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(isa, int8, out):
 
 
 @needs_native
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_a_bad_number_stays_in_its_row_and_is_heard(isa):
     x, weight = arrays(20, 65, 40)
     x = x.at[7, 11].set(jnp.nan).at[9, 3].set(jnp.inf)

@@ -11,7 +11,8 @@ from quire.device import native
 from quire.device.pointwise import add_norm, gate, split_rotated
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-each = pytest.mark.parametrize("isa", native.instruction_sets())
+ISAS = native.instruction_sets()
+each = pytest.mark.parametrize("isa", [pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]] + [*ISAS[-1:]])
 few = settings(max_examples=25, deadline=None)
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7}
 """Relative; in bfloat16 a float32 just beside a tie may go either way."""
