@@ -373,7 +373,6 @@ double run_pointwise(Isa isa, bool narrow) {
 }  // namespace
 
 // driver [steps for each instruction set and type]
-
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 20;
   bool good = true;
@@ -383,27 +382,19 @@ int main(int argc, char** argv) {
       std::printf("%-12s not on this machine\n", quire::isa_name(isa));
       continue;
     }
-    for (const bool narrow : {false, true}) {
-      double worst = 0;
-      for (int step = 0; step < steps; ++step) worst = std::max(worst, run(isa, narrow));
-      std::printf("%-12s %-8s %d steps, worst error %.2f of what is allowed\n", quire::isa_name(isa),
-                  narrow ? "bfloat16" : "float32", steps, worst);
-      good = good && worst <= 1;
-    }
-    for (const bool int8 : {false, true}) {
-      double worst = 0;
-      for (int step = 0; step < steps; ++step) worst = std::max(worst, run_linear(isa, int8));
-      std::printf("%-12s %-8s %d matmuls, worst error %.2f of what is allowed\n", quire::isa_name(isa),
-                  int8 ? "int8" : "bfloat16", steps, worst);
-      good = good && worst <= 1;
-    }
-    for (const bool narrow : {false, true}) {
-      double worst = 0;
-      for (int step = 0; step < steps; ++step) worst = std::max(worst, run_pointwise(isa, narrow));
-      std::printf("%-12s %-8s %d times between, worst error %.2f of what is allowed\n", quire::isa_name(isa),
-                  narrow ? "bfloat16" : "float32", steps, worst);
-      good = good && worst <= 1;
-    }
+    // The worst of many runs of each kind.
+    const auto repeat = [&](const char* what, double (*run_once)(Isa, bool), const char* plain, const char* other) {
+      for (const bool flag : {false, true}) {
+        double worst = 0;
+        for (int step = 0; step < steps; ++step) worst = std::max(worst, run_once(isa, flag));
+        std::printf("%-12s %-8s %d %s, worst error %.2f of what is allowed\n", quire::isa_name(isa),
+                    flag ? other : plain, steps, what, worst);
+        good = good && worst <= 1;
+      }
+    };
+    repeat("steps", run, "float32", "bfloat16");
+    repeat("matmuls", run_linear, "bfloat16", "int8");
+    repeat("times between", run_pointwise, "float32", "bfloat16");
     double wrong = 0;
     for (int step = 0; step < steps; ++step) wrong += run_cut(isa);
     std::printf("%-12s cut      %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);

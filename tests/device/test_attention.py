@@ -14,27 +14,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.device import native
 from quire.device.attention import get_backend, paged_attention
 from quire.device.attention.native import NativeBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
+from tests.device.instruction_sets import ISAS, daily, slow
 from tests.tiny import tiny_config
 
-NATIVE = [f"native {isa}" for isa in native.instruction_sets()]
+NATIVE = [f"native {isa}" for isa in ISAS]
 BACKENDS = ["reference", "xla", *NATIVE]
-
-
-def slow(value):
-    """A value that only CI tries."""
-    return pytest.param(value, marks=pytest.mark.slow)
-
-
-def daily(names: list[str]) -> list:
-    """Instruction sets that the machine would not choose by itself are tried by CI only."""
-    return [slow(name) if name in NATIVE[:-1] else name for name in names]
-
-
+DAILY_BACKENDS = ["reference", "xla", *daily(NATIVE)]
 NUM_HEADS, NUM_KV_HEADS = 6, 2
 
 
@@ -172,7 +161,7 @@ MIXES = {
 }
 
 
-@pytest.mark.parametrize("name", daily(BACKENDS))
+@pytest.mark.parametrize("name", DAILY_BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("poison", [np.nan, slow(np.inf), slow(-np.inf)])
@@ -182,13 +171,13 @@ def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
     Case(rows, num_pages=128, decode=decode, poison=poison, **pads).run(name, window=window)
 
 
-@pytest.mark.parametrize("name", daily(BACKENDS))
+@pytest.mark.parametrize("name", DAILY_BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 128, 256])
 def test_any_page_size(name, page_size):
     Case([(150, 1), (90, 70), (17, 17)], page_size=page_size, num_pages=300 // page_size + 8).run(name)
 
 
-@pytest.mark.parametrize("name", daily(BACKENDS))
+@pytest.mark.parametrize("name", DAILY_BACKENDS)
 def test_only_the_destinations_are_written(name):
     case = Case([(6, 3), (9, 1), (70, 65)])
     backend, kv = case.run(name)
@@ -213,7 +202,7 @@ def test_random_ragged_batches(rows, window, poison):
     Case(rows, page_size=8, num_pages=80, poison=poison, **pads).run("xla", window=window)
 
 
-@pytest.mark.parametrize("name", daily(BACKENDS))
+@pytest.mark.parametrize("name", DAILY_BACKENDS)
 def test_the_toy_example_of_the_seeds(name):
     """Section 5.1: page size 4, pages [2, 7], length 6; position 5 lands in page 7 at offset 1, 6 and 7 stay unseen."""
     backend = backend_of(name)
@@ -236,7 +225,7 @@ def test_the_toy_example_of_the_seeds(name):
     np.testing.assert_allclose(out[5, 0], tokens[:, 0].mean(axis=0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", daily(BACKENDS))
+@pytest.mark.parametrize("name", DAILY_BACKENDS)
 def test_prefill_then_decode_as_the_seeds_test_it(name):
     """JetStream's tests: 16 tokens over two pages of 8, then one more at page 16 // 8, offset 16 % 8."""
     backend = backend_of(name)

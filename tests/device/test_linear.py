@@ -26,14 +26,10 @@ from quire.device.linear import (
 )
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
+from tests.device.instruction_sets import each_isa
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-ISAS = native.instruction_sets()
-each_isa = pytest.mark.parametrize(
-    "isa", [pytest.param(isa, marks=pytest.mark.slow) for isa in ISAS[:-1]] + [*ISAS[-1:]]
-)
-"""Those that the machine would not choose by itself are tried by CI only."""
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 200), st.integers(1, 90))
 PROMPT = [(5 * i) % 90 + 1 for i in range(21)]
 
