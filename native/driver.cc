@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "attention.h"
-#include "cut.h"
+#include "draw.h"
 #include "linear.h"
 #include "pointwise.h"
 
@@ -278,38 +278,49 @@ double run_linear(Isa isa, bool int8) {
   return worst;
 }
 
-// Rows of random weights, many of them equal: the share of rows whose cut is not what sorting would cut.
-double run_cut(Isa isa) {
+// Rows of random logits, many of them equal: the share of rows whose draw is not among what sorting would keep.
+double run_draw(Isa isa) {
   const int64_t rows = pick(1, 4), vocab = pick(1, 700);
-  std::vector<float> weights(rows * vocab), top_p(rows), threshold(rows);
-  std::vector<int32_t> top_k(rows), num_ties(rows);
-  for (float& weight : weights) weight = std::exp2f(-static_cast<float>(pick(0, 40)) / pick(1, 3));
+  std::vector<float> logits(rows * vocab), cooling(rows), top_p(rows), min_p(rows), uniform(rows), peak(rows), mass(rows);
+  std::vector<int32_t> top_k(rows), token(rows), num_kept(rows);
+  for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
   for (int64_t row = 0; row < rows; ++row) {
+    cooling[row] = pick_of<float>({0.0f, 1.0f, 0.3f});
     top_k[row] = pick_of<int64_t>({0, 1, pick(1, vocab + 1)});
     top_p[row] = pick_of<float>({1.0f, 0.95f, pick(1, 99) / 100.0f});
+    min_p[row] = pick_of<float>({0.0f, 0.0f, pick(1, 99) / 100.0f});
+    uniform[row] = pick_of<float>({0.0f, 1.0f - 0x1p-24f, pick(0, 99) / 100.0f});
   }
-  quire::cut(isa, {rows, vocab, weights.data(), top_k.data(), top_p.data(), threshold.data(), num_ties.data()},
-             {2, run_on_threads});
+  quire::draw(isa,
+              {rows, vocab, logits.data(), cooling.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
+               token.data(), peak.data(), num_kept.data(), mass.data()},
+              {2, run_on_threads});
   double wrong = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    std::vector<float> sorted(weights.begin() + row * vocab, weights.begin() + (row + 1) * vocab);
-    std::sort(sorted.begin(), sorted.end(), std::greater<float>());
-    if (top_k[row] > 0 && top_k[row] < vocab) sorted.resize(top_k[row]);
-    double total = 0, mass = 0;
-    for (const float weight : sorted) total += weight;
-    int64_t least = 0, most = 0, kept = 0;  // within rounding of an edge either side will do
-    for (const float weight : sorted) {
-      least += top_p[row] == 1 || mass < top_p[row] * total * (1 - 1e-6);
-      most += top_p[row] == 1 || mass < top_p[row] * total * (1 + 1e-6);
-      mass += weight;
+    const float* from = logits.data() + row * vocab;
+    std::vector<int64_t> order(vocab);
+    for (int64_t i = 0; i < vocab; ++i) order[i] = i;
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return from[a] > from[b]; });
+    if (cooling[row] == 0) {
+      wrong += token[row] != order[0];
+      continue;
     }
-    int64_t ties = 0;
-    for (int64_t i = 0; i < vocab; ++i) {
-      kept += weights[row * vocab + i] > threshold[row];
-      ties += weights[row * vocab + i] == threshold[row];
+    const auto weight = [&](int64_t i) { return std::exp(double(from[i] - from[order[0]]) * cooling[row]); };
+    if (top_k[row] > 0 && top_k[row] < vocab) order.resize(top_k[row]);
+    double total = 0, before = 0;
+    for (const int64_t i : order) total += weight(i);
+    int64_t least = 0, most = 0;  // within rounding of an edge either side will do
+    bool found = false;
+    for (const int64_t i : order) {
+      const bool heavy = weight(i) >= min_p[row] * (1 + 1e-6);
+      least += heavy && (top_p[row] == 1 || before < top_p[row] * total * (1 - 1e-6));
+      if (weight(i) >= min_p[row] * (1 - 1e-6) && (top_p[row] == 1 || before < top_p[row] * total * (1 + 1e-6))) {
+        most += 1;
+        found = found || i == token[row];
+      }
+      before += weight(i);
     }
-    kept += std::min<int64_t>(ties, num_ties[row]);
-    wrong += kept < least || kept > most;
+    wrong += !found || num_kept[row] < least || num_kept[row] > most;
   }
   return wrong / rows;
 }
@@ -396,8 +407,8 @@ int main(int argc, char** argv) {
     repeat("matmuls", run_linear, "bfloat16", "int8");
     repeat("times between", run_pointwise, "float32", "bfloat16");
     double wrong = 0;
-    for (int step = 0; step < steps; ++step) wrong += run_cut(isa);
-    std::printf("%-12s cut      %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
+    for (int step = 0; step < steps; ++step) wrong += run_draw(isa);
+    std::printf("%-12s draw     %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
     good = good && wrong == 0;
   }
   return good ? 0 : 1;

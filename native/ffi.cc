@@ -10,7 +10,7 @@
 #include <thread>
 
 #include "attention.h"
-#include "cut.h"
+#include "draw.h"
 #include "linear.h"
 #include "machine.h"
 #include "pointwise.h"
@@ -282,19 +282,25 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F32
 
 // -- sampling -----------------------------------------------------------------------------------------------------
 
-ffi::Error cut(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> weights, Ints top_k, ffi::Buffer<ffi::F32> top_p,
-               ffi::Result<ffi::Buffer<ffi::F32>> threshold, ffi::Result<Ints> num_ties, std::string_view isa_name) {
+using Floats = ffi::Buffer<ffi::F32>;
+
+ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats cooling, Ints top_k, Floats top_p, Floats min_p,
+                Floats uniform, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
+                ffi::Result<Floats> mass, std::string_view isa_name) {
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
-  if (weights.dimensions().size() != 2) return ffi::Error::InvalidArgument("quire_cut: weights must have 2 axes");
-  const int64_t rows = weights.dimensions()[0];
-  if (!has_shape(top_k, {rows}) || !has_shape(top_p, {rows}) || !has_shape(*threshold, {rows}) ||
-      !has_shape(*num_ties, {rows}))
-    return ffi::Error::InvalidArgument("quire_cut: top_k, top_p, the threshold and the ties must be one for each row");
-  quire::cut(isa,
-             {rows, weights.dimensions()[1], weights.typed_data(), top_k.typed_data(), top_p.typed_data(),
-              threshold->typed_data(), num_ties->typed_data()},
-             threads_of(pool));
+  if (logits.dimensions().size() != 2 || logits.dimensions()[1] < 1)
+    return ffi::Error::InvalidArgument("quire_draw: logits must be [S, V]");
+  const int64_t rows = logits.dimensions()[0];
+  bool fits = has_shape(top_k, {rows}) && has_shape(*token, {rows}) && has_shape(*num_kept, {rows});
+  for (const Floats* buffer : {&cooling, &top_p, &min_p, &uniform, &*peak, &*mass})
+    fits = fits && has_shape(*buffer, {rows});
+  if (!fits) return ffi::Error::InvalidArgument("quire_draw: everything but the logits must be one for each row");
+  quire::draw(isa,
+              {rows, logits.dimensions()[1], logits.typed_data(), cooling.typed_data(), top_k.typed_data(),
+               top_p.typed_data(), min_p.typed_data(), uniform.typed_data(), token->typed_data(), peak->typed_data(),
+               num_kept->typed_data(), mass->typed_data()},
+              threads_of(pool));
   return ffi::Error::Success();
 }
 
@@ -375,14 +381,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_rotate, rotate,
                                   .Ret<ffi::AnyBuffer>()         // v
                                   .Attr<std::string_view>("isa"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_cut, cut,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // weights
-                                  .Arg<Ints>()                   // top_k
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // top_p
-                                  .Ret<ffi::Buffer<ffi::F32>>()  // threshold
-                                  .Ret<Ints>()                   // ties
+                                  .Arg<Floats>()  // logits
+                                  .Arg<Floats>()  // cooling
+                                  .Arg<Ints>()    // top_k
+                                  .Arg<Floats>()  // top_p
+                                  .Arg<Floats>()  // min_p
+                                  .Arg<Floats>()  // uniform
+                                  .Ret<Ints>()    // token
+                                  .Ret<Floats>()  // peak
+                                  .Ret<Ints>()    // num_kept
+                                  .Ret<Floats>()  // mass
                                   .Attr<std::string_view>("isa"));
 
 // The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.

@@ -11,8 +11,9 @@ from quire.batch import pack_samples
 from quire.core.plan import Sample
 from quire.device import native
 from quire.device.cut import cut
-from quire.device.sampler import TILE, _draw_tiled, sample, take_likeliest
+from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
 from quire.request import Request, SamplingParams, Sequence
+from tests.device.instruction_sets import ISAS
 
 VOCAB = 1000
 jitted = jax.jit(partial(sample, native=native.why_not() is None))
@@ -172,35 +173,89 @@ def test_a_vocabulary_smaller_than_a_tile():
         assert 0 <= token < 11
 
 
-@pytest.mark.parametrize("how", [None, *native.instruction_sets()])
-@pytest.mark.parametrize("kind", ["spread", "ties", "equal", "one", "underflow"])
-def test_what_is_cut_is_what_sorting_would_cut(kind, how):
-    """In plain JAX and in C++, against a sort in float64; within rounding of a token's edge either side will do."""
+KINDS = {
+    "spread": lambda x: x,
+    "ties": np.round,
+    "equal": np.zeros_like,
+    "one": lambda x: np.where(np.arange(x.shape[1]) == 5, 60, x),
+    "underflow": lambda x: 60 * x,
+}
+
+
+def random_cuts(kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Forty rows of logits of a kind, with a top-k and a top-p each."""
     rng = np.random.default_rng(3)
-    x = rng.standard_normal((40, 700)) * np.linspace(0.1, 6, 40)[:, None]
-    if kind == "ties":
-        x = np.round(x)
-    elif kind == "equal":
-        x[:] = 0
-    elif kind == "one":
-        x[:, 5] = 60
-    elif kind == "underflow":
-        x *= 60
-    weights = np.exp(x - x.max(axis=1, keepdims=True)).astype(np.float32)
-    weights[weights < 1e-37] = 0  # a device takes smaller numbers for 0
+    x = KINDS[kind](rng.standard_normal((40, 700)) * np.linspace(0.1, 6, 40)[:, None]).astype(np.float32)
     top_k = rng.choice([0, 0, 1, 2, 7, 100, 699, 700, 5000], size=40).astype(np.int32)
     top_p = rng.choice([1.0, 1.0, 0.95, 0.5, 0.1, 1e-6, 0.999], size=40).astype(np.float32)
-    run_cut = jax.jit(partial(cut, native=how is not None, instruction_set=how or ""))
-    kept = np.asarray(run_cut(weights, top_k, top_p))
-    for row in range(40):
-        order = np.argsort(-weights[row], kind="stable")
-        left = order[: top_k[row] or None]
-        before = np.cumsum(weights[row][left], dtype=np.float64) - weights[row][left]
-        goal = float(top_p[row]) * weights[row][left].sum(dtype=np.float64)
-        surely = left if top_p[row] == 1 else left[before < goal * (1 - 1e-6)]
-        perhaps = left if top_p[row] == 1 else left[before < goal * (1 + 1e-6)]
-        assert kept[row, order[0]]
-        assert set(surely) <= set(np.flatnonzero(kept[row])) <= set(perhaps) | {order[0]}
+    return x, top_k, top_p
+
+
+def sorted_cut(weights: np.ndarray, top_k: int, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """What a sort in float64 surely keeps, and what it keeps perhaps: within rounding of a token's edge."""
+    left = np.argsort(-weights, kind="stable")[: top_k or None]
+    if top_p == 1:
+        return left, left
+    before = np.cumsum(weights[left], dtype=np.float64) - weights[left]
+    goal = float(top_p) * weights[left].sum(dtype=np.float64)
+    return left[before < goal * (1 - 1e-6)], left[(before < goal * (1 + 1e-6)) | (np.arange(len(left)) == 0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_cut_is_what_sorting_would_cut(kind):
+    x, top_k, top_p = random_cuts(kind)
+    weights = np.exp(x - x.max(axis=1, keepdims=True))
+    weights[weights < 1e-37] = 0  # a device takes smaller numbers for 0
+    kept = np.asarray(jax.jit(cut)(weights, top_k, top_p))
+    for row in range(len(x)):
+        surely, perhaps = sorted_cut(weights[row], top_k[row], top_p[row])
+        assert kept[row, np.argmax(weights[row])]
+        assert set(surely) <= set(np.flatnonzero(kept[row])) <= set(perhaps)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kind, isa):
+    """Against float64, row by row: how many are kept, what they weigh, and the token whose stretch holds the point."""
+    x, top_k, top_p = random_cuts(kind)
+    rng = np.random.default_rng(4)
+    temperature = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5], size=len(x)).astype(np.float32)
+    min_p = rng.choice([0.0, 0.0, 0.0, 1e-3, 0.6], size=len(x)).astype(np.float32)
+    chosen = {"temperature_S": temperature, "top_k_S": top_k, "top_p_S": top_p, "min_p_S": min_p}
+    made = dataclasses.replace(inputs([SamplingParams(seed=i) for i in range(len(x))]), **chosen)
+    drawn = jax.tree.map(np.asarray, jax.jit(partial(draw_native, instruction_set=isa))(x, made))
+    uniform = np.asarray(jax.jit(_counter)(made)[2], np.float64)
+    np.testing.assert_array_equal(drawn.peak_S, x.max(axis=1))
+    for row in range(len(x)):
+        if temperature[row] == 0:
+            assert (drawn.tokens_S[row], drawn.num_kept_S[row], drawn.mass_S[row]) == (x[row].argmax(), 1, 1)
+            continue
+        weights = np.exp((x[row] - x[row].max()).astype(np.float64) / temperature[row])
+        weights[weights < 2.0**-126] = 0
+        surely, perhaps = sorted_cut(weights, top_k[row], top_p[row])
+        surely = surely[weights[surely] > min_p[row] * (1 + 1e-6)]
+        perhaps = perhaps[weights[perhaps] >= min_p[row] * (1 - 1e-6)]
+        assert (weights[surely] > 0).sum() <= drawn.num_kept_S[row] <= len(perhaps)
+        assert drawn.tokens_S[row] in perhaps
+        assert weights[drawn.tokens_S[row]] > 0
+        if len(surely) == len(perhaps):
+            kept = np.zeros_like(weights)
+            kept[surely] = weights[surely]
+            ends = np.cumsum(kept)
+            np.testing.assert_allclose(drawn.mass_S[row], ends[-1], rtol=2e-6)
+            point, token = uniform[row] * ends[-1], drawn.tokens_S[row]
+            slack = 1e-6 * ends[-1]
+            assert ends[token] - kept[token] - slack <= point <= ends[token] + slack
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_p": 0.9}])
+def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params):
+    x = logits(2)
+    x[0, 17] = np.nan
+    out = run(x, inputs([SamplingParams(logprobs=1, **params)] * 2))
+    assert 0 <= out.tokens_SR[0, 0] < VOCAB
+    assert np.isnan(out.logprobs_SR[0, 0])
+    assert np.isfinite(out.logprobs_SR[1, 0])
 
 
 def test_one_program_serves_every_mix():

@@ -2,7 +2,7 @@
 
 Both keep the likeliest tokens: all whose weight lies above some threshold, and of those exactly at it the first few.
 The threshold is found by halving the range of float32 values, which order like their bits: 30 passes of compare and
-sum give it exactly. On a CPU that is too many, and `native/cut.cc` finds it.
+sum give it exactly. On a CPU that is too many, and `native/draw.cc` finds it in one.
 """
 
 import jax
@@ -18,20 +18,11 @@ def cut(
     weights_SV: Float[Array, "S V"],
     top_k_S: Int[Array, " S"],
     top_p_S: Float[Array, " S"],
-    *,
-    native: bool = False,
-    instruction_set: str = "",
 ) -> Bool[Array, "S V"]:
     """Keep the `top_k` likeliest (0 for all), then of those the fewest that reach `top_p` of what they weigh together.
 
-    Weights are probabilities over that of the likeliest token. Of equal ones the lower ids come first. The native
-    library finds the threshold in one pass over the likelier tokens; `instruction_set` is for tests.
+    Weights are probabilities over that of the likeliest token. Of equal ones the lower ids come first.
     """
-    if native:
-        outs = (jax.ShapeDtypeStruct(top_p_S.shape, jnp.float32), jax.ShapeDtypeStruct(top_k_S.shape, jnp.int32))
-        call = jax.ffi.ffi_call("quire_cut", outs)
-        threshold_S, num_ties_S = call(weights_SV, top_k_S, top_p_S, isa=instruction_set)
-        return _keep(weights_SV, threshold_S, num_ties_S, (top_k_S > 0) | (top_p_S < 1))
     everything_SV = jnp.ones(weights_SV.shape, bool)
     kept_SV = lax.cond(
         jnp.any(top_k_S > 0), lambda: _likeliest(weights_SV, top_k_S, top_k_S > 0), lambda: everything_SV

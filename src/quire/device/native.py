@@ -20,7 +20,7 @@ HANDLERS = (
     "quire_add_norm",
     "quire_rotate",
     "quire_gate",
-    "quire_cut",
+    "quire_draw",
 )
 """The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
 

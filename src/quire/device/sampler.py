@@ -3,6 +3,7 @@
 One uniform number per token, made from a counter (seed, sequence index, position): a token does not depend on its batch
 mates, on chunking or on how often the sequence was preempted. It is turned into a token by the inverse of the
 cumulative distribution in vocabulary order, which costs one pass: first the tile of 256 tokens, then the token in it.
+On a CPU `native/draw.cc` does it all while a row is in the cache.
 
 Penalties come first, then the bias, then temperature, top-k, top-p of what is left, min-p. Which tokens a row has seen
 is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at run
@@ -61,7 +62,7 @@ def sample(
 
     def draw(x_SV: jax.Array) -> tuple[Drawn, jax.Array, jax.Array]:
         """What was drawn from these logits, the tokens that count, and their logits among these."""
-        drawn = lax.cond(is_random, partial(_draw, native=native), _greedy, x_SV, inputs)
+        drawn = lax.cond(is_random, draw_native if native else _draw, _greedy, x_SV, inputs)
         tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
         return drawn, tokens_S, at_token(x_SV, tokens_S)
 
@@ -172,19 +173,35 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     return Drawn(tokens_S, peak_S, cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
-def _draw(logits_SV: jax.Array, inputs: SampleInputs, *, native: bool) -> Drawn:
+def draw_native(logits_SV: jax.Array, inputs: SampleInputs, *, instruction_set: str = "") -> Drawn:
+    """The same as `_draw`, by `native/draw.cc`: all at once, while a row is in the cache."""
+    hot_S, cooling_S, uniform_S = _counter(inputs)
+    ints_S, floats_S = (jax.ShapeDtypeStruct(hot_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))
+    how = (jnp.where(hot_S, cooling_S, 0.0), inputs.top_k_S, inputs.top_p_S, inputs.min_p_S, uniform_S)
+    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, *how, isa=instruction_set)
+    return Drawn(tokens_S, peak_S, cooling_S, num_kept_S, mass_S)
+
+
+def _counter(inputs: SampleInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Which rows draw at all, one over their temperature, and the number in [0, 1) that chooses."""
+    hot_S = inputs.temperature_S > 0
+    cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
+    return hot_S, cooling_S, jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
+
+
+def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
     greedy = _greedy(logits_SV, inputs)
-    hot_S = inputs.temperature_S > 0
+    hot_S, cooling_S, uniform_S = _counter(inputs)
     # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
-    cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
     weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * cooling_S[:, None])
-    uniform_S = jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
     top_k_S, top_p_S = jnp.where(hot_S, inputs.top_k_S, 0), jnp.where(hot_S, inputs.top_p_S, 1.0)
-    is_kept_SV = cut(weights_SV, top_k_S, top_p_S, native=native) & (weights_SV >= inputs.min_p_S[:, None])
+    is_kept_SV = cut(weights_SV, top_k_S, top_p_S) & (weights_SV >= inputs.min_p_S[:, None])
     kept_SV = jnp.where(is_kept_SV, weights_SV, 0.0)
-    tokens_S, num_kept_S, mass_S = _draw_tiled(kept_SV, uniform_S), _count(is_kept_SV), jnp.sum(kept_SV, axis=-1)
+    tokens_S, mass_S = _draw_tiled(kept_SV, uniform_S), jnp.sum(kept_SV, axis=-1)
+    num_kept_S = jnp.sum(is_kept_SV, axis=-1, dtype=jnp.int32)
     return Drawn(
         jnp.where(hot_S, tokens_S, greedy.tokens_S),
         greedy.peak_S,
@@ -192,10 +209,6 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs, *, native: bool) -> Drawn:
         jnp.where(hot_S, num_kept_S, greedy.num_kept_S),
         jnp.where(hot_S, mass_S, greedy.mass_S),
     )
-
-
-def _count(is_kept_SN: jax.Array) -> jax.Array:
-    return jnp.sum(is_kept_SN, axis=-1, dtype=jnp.int32)
 
 
 def _uniform(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:

@@ -1,0 +1,303 @@
+#include "draw.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "vector.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+// Weights order like their bits. A bin is all weights that share the exponent and 6 bits behind it: 1.6% wide.
+constexpr int kShift = 17;
+constexpr int kNumBins = (0x3F800000 >> kShift) + 1;
+
+int bin_of(float weight) {
+  uint32_t bits;
+  std::memcpy(&bits, &weight, sizeof bits);
+  return std::min<int>(bits >> kShift, kNumBins - 1);
+}
+
+struct Scratch {
+  std::vector<float> peaks, weights, likelier, in_bin;
+  std::vector<double> sums, mass;
+  std::vector<int32_t> count;
+};
+
+// -- passes over a row ----------------------------------------------------------------------------------------------
+
+// Tokens whose weights are added up together: the draw first finds the tile, then the token in it.
+constexpr int64_t kTile = 256;
+
+// The largest logit of each tile.
+QUIRE_INLINE void find_peaks(const float* logits, int64_t vocab, float* peaks) {
+  for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
+    const float* from = logits + tile * kTile;
+    Floats most = Floats{} + from[0];
+    sweep(std::min(kTile, vocab - tile * kTile), [&](int64_t i, int64_t n) {
+      Floats x = load(from + i, n);
+      for (int64_t lane = n; lane < kLanes; ++lane) x[lane] = from[0];
+      most = x > most ? x : most;
+    });
+    float peak = most[0];
+    for (int64_t lane = 1; lane < kLanes; ++lane) peak = std::max(peak, most[lane]);
+    peaks[tile] = peak;
+  }
+}
+
+QUIRE_INLINE double total_of(Floats x) {
+  float total = 0;
+  for (int64_t lane = 0; lane < kLanes; ++lane) total += x[lane];
+  return total;
+}
+
+// exp((logit - peak) * cooling) of each token, 0 where that is below 2^-126, and the sum of each tile.
+QUIRE_INLINE void weigh(const float* logits, int64_t vocab, float peak, float cooling, float* weights, double* sums) {
+  const float factor = cooling * 1.44269504088896340736f;
+  const Floats least = Floats{} - 126.0f;
+  for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
+    Floats sum = {};
+    sweep(std::min(kTile, vocab - tile * kTile), [&](int64_t i, int64_t n) {
+      const Floats power = (load(logits + tile * kTile + i, n) - peak) * factor;
+      Floats weight = power < least ? Floats{} : exp2(power < least ? least : power);
+      store(weights + tile * kTile + i, weight, n);
+      for (int64_t lane = n; lane < kLanes; ++lane) weight[lane] = 0;
+      sum += weight;
+    });
+    sums[tile] = total_of(sum);
+  }
+}
+
+// Makes weights below `least` 0; returns how many are left, with the sum of each tile.
+QUIRE_INLINE int64_t keep_from(float least, float* weights, int64_t vocab, double* sums) {
+  int64_t count = 0;
+  for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
+    Floats sum = {};
+    Ints kept = {};
+    sweep(std::min(kTile, vocab - tile * kTile), [&](int64_t i, int64_t n) {
+      const Floats weight = load(weights + tile * kTile + i, n);
+      const Floats left = weight >= least ? weight : Floats{};
+      store(weights + tile * kTile + i, left, n);
+      kept -= left > 0.0f;
+      sum += left;
+    });
+    sums[tile] = total_of(sum);
+    for (int64_t lane = 0; lane < kLanes; ++lane) count += kept[lane];
+  }
+  return count;
+}
+
+// Weights of at least `least`, in order; returns how many.
+int64_t collect(const float* weights, int64_t n, float least, float* out) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    out[count] = weights[i];
+    count += weights[i] >= least;
+  }
+  return count;
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx512f"))) int64_t collect_avx512(const float* weights, int64_t n, float least, float* out) {
+  const __m512 limit = _mm512_set1_ps(least);
+  int64_t i = 0, count = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m512 w = _mm512_loadu_ps(weights + i);
+    const __mmask16 keep = _mm512_cmp_ps_mask(w, limit, _CMP_GE_OQ);
+    if (keep == 0) continue;  // nearly always
+    _mm512_mask_compressstoreu_ps(out + count, keep, w);
+    count += __builtin_popcount(keep);
+  }
+  return count + collect(weights + i, n - i, least, out + count);
+}
+#endif
+
+// The passes, compiled for one instruction set.
+struct Passes {
+  void (*find_peaks)(const float*, int64_t, float*);
+  void (*weigh)(const float*, int64_t, float, float, float*, double*);
+  int64_t (*keep_from)(float, float*, int64_t, double*);
+  int64_t (*collect)(const float*, int64_t, float, float*);
+};
+
+#define QUIRE_PASSES(attributes, name)                                                                  \
+  attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { find_peaks(x, vocab, peaks); } \
+  attributes void weigh_##name(const float* x, int64_t vocab, float peak, float cooling, float* weights, double* sums) { \
+    weigh(x, vocab, peak, cooling, weights, sums);                                                      \
+  }                                                                                                     \
+  attributes int64_t keep_from_##name(float least, float* weights, int64_t vocab, double* sums) {       \
+    return keep_from(least, weights, vocab, sums);                                                      \
+  }
+
+QUIRE_PASSES(QUIRE_PLAIN, plain)
+#if defined(__x86_64__)
+QUIRE_PASSES(QUIRE_AVX2, avx2)
+QUIRE_PASSES(QUIRE_AVX512, avx512)
+#endif
+
+Passes passes_for(Isa isa) {
+#if defined(__x86_64__)
+  if (isa >= Isa::kAvx512) return {find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
+  if (isa == Isa::kAvx2) return {find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
+#endif
+  (void)isa;
+  return {find_peaks_plain, weigh_plain, keep_from_plain, collect};
+}
+
+// -- top-k and top-p ------------------------------------------------------------------------------------------------
+
+// Walks the tokens from the likeliest on until `enough(count, mass)`: the weight of the last one taken, how many are
+// above it, and what they weigh. A whole bin at a time, then one by one inside the bin that decides.
+struct Edge {
+  float weight;
+  int64_t num_above;
+  double mass_above;
+};
+
+template <class Enough>
+Edge walk(Scratch& scratch, int64_t num, const Enough& enough) {
+  int64_t count = 0;
+  double mass = 0;
+  int bin = kNumBins - 1;
+  for (; bin > 0; --bin) {
+    if (scratch.count[bin] == 0) continue;
+    if (enough(count + scratch.count[bin], mass + scratch.mass[bin])) break;
+    count += scratch.count[bin];
+    mass += scratch.mass[bin];
+  }
+  scratch.in_bin.clear();
+  for (int64_t i = 0; i < num; ++i)
+    if (bin_of(scratch.likelier[i]) == bin) scratch.in_bin.push_back(scratch.likelier[i]);
+  std::sort(scratch.in_bin.begin(), scratch.in_bin.end(), std::greater<float>());
+  Edge edge{0.0f, count, mass};
+  for (const float weight : scratch.in_bin) {
+    if (weight != edge.weight) edge = {weight, count, mass};
+    count += 1;
+    mass += weight;
+    if (enough(count, mass)) return edge;
+  }
+  return {0.0f, count, mass};  // rounding: everything is needed
+}
+
+// What top-k and top-p leave: everything above `weight`, and of those exactly at it so many, the first ones.
+struct Threshold {
+  float weight;
+  int64_t num_above, num_ties;
+};
+
+Threshold find_threshold(const Passes& passes, const Draw& args, int64_t row, double total, Scratch& scratch) {
+  const bool by_count = args.top_k[row] > 0 && args.top_k[row] < args.vocab;
+  const double top_p = args.top_p[row];
+  float least = std::numeric_limits<float>::min();  // what weighs nothing is never drawn
+  // Tokens below this weigh less than 1 - top_p together, so those above it reach top_p.
+  if (!by_count) least = std::max(least, static_cast<float>(0.999 * (1.0 - top_p) * total / args.vocab));
+  scratch.likelier.resize(args.vocab);
+  const int64_t num = passes.collect(scratch.weights.data(), args.vocab, least, scratch.likelier.data());
+  scratch.count.assign(kNumBins, 0);
+  scratch.mass.assign(kNumBins, 0.0);
+  for (int64_t i = 0; i < num; ++i) {
+    const int bin = bin_of(scratch.likelier[i]);
+    scratch.count[bin] += 1;
+    scratch.mass[bin] += scratch.likelier[i];
+  }
+
+  int64_t limit = num;
+  Threshold out{0.0f, args.vocab, 0};
+  if (by_count) {
+    limit = std::min<int64_t>(num, args.top_k[row]);
+    const Edge edge = walk(scratch, num, [&](int64_t count, double) { return count >= limit; });
+    out = {edge.weight, edge.num_above, limit - edge.num_above};
+    total = edge.mass_above + out.num_ties * static_cast<double>(edge.weight);
+  }
+  if (top_p < 1.0) {
+    const double goal = top_p * total;
+    const Edge edge = walk(scratch, num, [&](int64_t count, double mass) { return mass >= goal || count >= limit; });
+    if (edge.weight == 0) return out;
+    const int64_t needed = static_cast<int64_t>((goal - edge.mass_above) / edge.weight * (1 - 1e-12)) + 1;
+    out = {edge.weight, edge.num_above, std::max<int64_t>(std::min(needed, limit - edge.num_above), 1)};
+  }
+  return out;
+}
+
+// -- a row ----------------------------------------------------------------------------------------------------------
+
+// The first index whose cumulative value exceeds the point, and how far into it the point lies: never one of value 0.
+// If rounding puts the point past the end, the last index that has any.
+template <class T>
+std::pair<int64_t, double> invert(const T* values, int64_t n, double point) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!(values[i] > 0)) continue;
+    if (point < values[i]) return {i, point};
+    point -= values[i];
+    last = i;
+  }
+  return {last, static_cast<double>(values[last])};
+}
+
+void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scratch) {
+  const int64_t vocab = args.vocab, num_tiles = (vocab + kTile - 1) / kTile;
+  const float* logits = args.logits + row * vocab;
+  scratch.peaks.resize(num_tiles);
+  passes.find_peaks(logits, vocab, scratch.peaks.data());
+  const auto first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());
+  const float peak = args.peak[row] = *first_peak;
+  if (args.cooling[row] == 0) {
+    const float* from = logits + (first_peak - scratch.peaks.begin()) * kTile;
+    args.token[row] = std::min(std::find(from, logits + vocab, peak) - logits, vocab - 1);
+    args.num_kept[row] = 1;
+    args.mass[row] = 1;
+    return;
+  }
+
+  scratch.weights.resize(vocab);
+  scratch.sums.resize(num_tiles);
+  float* weights = scratch.weights.data();
+  passes.weigh(logits, vocab, peak, args.cooling[row], weights, scratch.sums.data());
+  double total = std::accumulate(scratch.sums.begin(), scratch.sums.end(), 0.0);
+  int64_t num_kept = vocab;
+  const bool is_cut = (args.top_k[row] > 0 && args.top_k[row] < vocab) || args.top_p[row] < 1;
+  if (total > 0 && (is_cut || args.min_p[row] > 0)) {
+    Threshold threshold{0.0f, vocab, 0};
+    if (is_cut) threshold = find_threshold(passes, args, row, total, scratch);
+    num_kept = passes.keep_from(std::max(threshold.weight, args.min_p[row]), weights, vocab, scratch.sums.data());
+    const int64_t enough = threshold.num_above + threshold.num_ties;
+    if (num_kept > enough) {  // of those at the threshold, the last ones are too many
+      for (int64_t i = vocab - 1; num_kept > enough; --i) {
+        if (weights[i] != threshold.weight) continue;
+        weights[i] = 0;
+        num_kept -= 1;
+      }
+      passes.keep_from(threshold.weight, weights, vocab, scratch.sums.data());
+    }
+    total = std::accumulate(scratch.sums.begin(), scratch.sums.end(), 0.0);
+  }
+  args.num_kept[row] = num_kept;
+  args.mass[row] = total;
+  args.token[row] = vocab - 1;
+  if (!(total > 0)) return;  // not a number: whatever is drawn, it exists
+  const auto [tile, rest] = invert(scratch.sums.data(), num_tiles, args.uniform[row] * total);
+  const int64_t begin = tile * kTile;
+  args.token[row] = begin + invert(weights + begin, std::min(kTile, vocab - begin), rest).first;
+}
+
+}  // namespace
+
+void draw(Isa isa, const Draw& draw, const Threads& threads) {
+  const Passes passes = passes_for(isa);
+  threads.run(draw.num_rows, [&](int64_t row) {
+    static thread_local Scratch scratch;
+    draw_row(passes, draw, row, scratch);
+  });
+}
+
+}  // namespace quire

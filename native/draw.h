@@ -1,0 +1,29 @@
+// A token for each row of logits, by its temperature, top-k, top-p, min-p and its number in [0, 1): what
+// `quire/device/sampler.py` draws with a dozen passes over the vocabulary, drawn while a row is in the cache.
+//
+// Knows no XLA and no JAX: pointers, sizes, and a way to run tasks on threads.
+#pragma once
+
+#include <cstdint>
+
+#include "machine.h"
+
+namespace quire {
+
+struct Draw {
+  int64_t num_rows, vocab;
+  const float* logits;   // [rows, vocab]
+  const float* cooling;  // one over the temperature; 0 takes the likeliest token
+  const int32_t* top_k;  // 0 for all
+  const float* top_p;    // 1 for all
+  const float* min_p;    // 0 for all
+  const float* uniform;
+  int32_t* token;
+  float* peak;        // the logit of the likeliest
+  int32_t* num_kept;  // how many tokens could be drawn
+  float* mass;        // what they weigh together, where the likeliest weighs 1
+};
+
+void draw(Isa isa, const Draw& draw, const Threads& threads);
+
+}  // namespace quire
