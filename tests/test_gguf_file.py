@@ -8,7 +8,7 @@ import pytest
 
 from quire.config import RopeScaling
 from quire.device.mesh import make_mesh
-from quire.device.models.gguf_file import _NAMES, SUPPORTED, GgufFile, gguf_name
+from quire.device.models.gguf_file import _NAMES, MAX_ARRAY_LEN, SUPPORTED, GgufFile, _StrictReader, gguf_name
 from quire.device.models.layers import rotary_frequencies
 from quire.device.models.weights import load_params, params_from_tensors
 from tests.tiny import tiny_config, tiny_tensors
@@ -155,6 +155,44 @@ def test_k_quantisations_against_their_description(tmp_path, kind, size, read, h
         for r in range(rows)
     ]
     np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("endian", gguf.GGUFEndian)
+def test_arrays_of_metadata_are_read_as_the_package_reads_them(tmp_path, endian):
+    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama", endianess=endian)
+    arrays = {
+        "strings": ["a", "", "größer", "x" * 300],
+        "ints": [1, -2, 3],
+        "floats": [0.5, 2.0],
+        "flags": [True, False],
+    }
+    for name, values in arrays.items():
+        writer.add_array(name, values)
+    writer.add_array("nested", [[1, 2], [3]])
+    writer.add_uint32("after", 7)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    ours, theirs = _StrictReader(path), gguf.GGUFReader(path)
+    assert ours.fields.keys() == theirs.fields.keys()
+    for name, field in theirs.fields.items():
+        found = ours.fields[name]
+        assert (found.contents(), found.types) == (field.contents(), field.types), name
+        assert len(found.data) == len(field.data), name
+    for name, values in arrays.items():
+        assert ours.fields[name].contents() == values
+
+
+def test_a_long_array_of_metadata_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama")
+    writer.add_array("zeros", bytes(MAX_ARRAY_LEN + 1))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ValueError, match=r"an array of 8388609 entries; at most 8388608 are allowed"):
+        GgufFile(path)
 
 
 def test_an_unsupported_quantisation_is_named(tmp_path):

@@ -54,6 +54,7 @@ def small_gguf(path: Path) -> bytes:
     writer.add_head_count(4)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_array("some.numbers", [1, 2, 3])
+    writer.add_array("some.strings", ["one", "", "three"])
     writer.add_tensor("token_embd.weight", np.zeros((16, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

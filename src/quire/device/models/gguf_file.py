@@ -5,16 +5,20 @@ of Hugging Face.
 """
 
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+from gguf import GGUFEndian, GGUFValueType
 
 from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
 from quire.device.models import get_architecture
 
 SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+MAX_ARRAY_LEN = 1 << 23
+"""Entries of an array of metadata: the merges of the largest vocabularies, a few times over."""
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -126,13 +130,45 @@ class GgufFile:
 class _StrictReader(gguf.GGUFReader):
     """The package's reader, which takes what lies past the end of a file for empty; here that is an error.
 
-    Otherwise a header that claims 2**60 entries would be read until memory ends.
+    Otherwise a header that claims 2**60 entries would be read until memory ends. It also reads arrays element by
+    element, each through a memory map: four seconds for a vocabulary and its merges, so flat arrays are read here.
     """
 
     def _get(self, offset, dtype, count=1, override_order=None):
         if not 0 <= int(offset) + int(count) * np.dtype(dtype).itemsize <= len(self.data) or int(count) < 0:
             raise ValueError(f"{int(count)} values at byte {int(offset)} reach past the end of the file")
         return super()._get(offset, dtype, count, override_order)
+
+    def _get_field_parts(self, orig_offs, raw_type):
+        kind = GGUFValueType.ARRAY
+        if raw_type != kind:
+            return super()._get_field_parts(orig_offs, raw_type)
+        raw_element, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        element, count, begin = GGUFValueType(raw_element[0]), int(length[0]), orig_offs + 12
+        if count > MAX_ARRAY_LEN:
+            raise ValueError(f"an array of {count} entries; at most {MAX_ARRAY_LEN} are allowed")
+        types = [kind, element] if count else [kind]
+        if element in self.gguf_scalar_to_np:
+            values = np.asarray(self._get(begin, self.gguf_scalar_to_np[element], count))
+            parts = [raw_element, length, *(values[i : i + 1] for i in range(count))]
+            return 12 + values.nbytes, parts, list(range(2, 2 + count)), types
+        if element == GGUFValueType.STRING:
+            end, strings = self._strings(begin, count)
+            return end - orig_offs, [raw_element, length, *strings], list(range(2, 2 + count)), types
+        return super()._get_field_parts(orig_offs, raw_type)
+
+    def _strings(self, offset: int, count: int) -> tuple[int, list[np.ndarray]]:
+        """So many strings from here on, and where they end."""
+        data = np.asarray(self.data)
+        text, read_length = memoryview(data), struct.Struct("<Q" if self.endianess == GGUFEndian.LITTLE else ">Q")
+        strings = []
+        for _ in range(count):
+            begin = offset + read_length.size
+            if begin > len(data) or (end := begin + read_length.unpack_from(text, offset)[0]) > len(data):
+                raise ValueError(f"a string at byte {offset} reaches past the end of the file")
+            strings.append(data[begin:end])
+            offset = end
+        return offset, strings
 
 
 def gguf_name(name: str) -> str:
