@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 INVALID = -1
@@ -152,3 +153,12 @@ class StepOutput:
     processed_top_ids_SRX: Any
     processed_top_logprobs_SRX: Any
     """-inf for a token that could not be drawn."""
+
+    @classmethod
+    def empty(cls, num_samples: int, num_rounds: int) -> "StepOutput":
+        """No round has been run."""
+        shape = (num_samples, num_rounds)
+        zeros_SR, zeros_SRX = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, NUM_TOP_LOGPROBS), jnp.float32)
+        ids_SRX = jnp.zeros(zeros_SRX.shape, jnp.int32)
+        tokens_SR = jnp.full(shape, INVALID, jnp.int32)
+        return cls(tokens_SR, zeros_SR, ids_SRX, zeros_SRX, zeros_SR, ids_SRX, zeros_SRX)

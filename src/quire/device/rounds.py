@@ -62,9 +62,7 @@ def run_rounds(
         is_active_B = is_active_B & ~is_stop_B & (round_ + 1 < rounds.max_rounds_B)
         return round_ + 1, cache, tokens_B, is_active_B, output
 
-    column = jax.eval_shape(lambda: run(cache, tokens_B, layout, samples)[1])
-    empty = jax.tree.map(lambda x: jnp.zeros((x.shape[0], most, *x.shape[2:]), x.dtype), column)
-    empty = dataclasses.replace(empty, tokens_SR=jnp.full_like(empty.tokens_SR, INVALID))
+    empty = StepOutput.empty(len(samples.position_S), most)
     start = (jnp.zeros((), jnp.int32), cache, tokens_B, rounds.max_rounds_B > 0, empty)
     _, cache, _, _, output = lax.while_loop(lambda state: jnp.any(state[3]), advance, start)
     return cache, output

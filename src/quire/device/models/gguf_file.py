@@ -67,7 +67,8 @@ class GgufFile:
                 f"tensor {tensor.name} has type {tensor.tensor_type.name}; supported are {', '.join(SUPPORTED)}"
             )
         shape = tuple(int(n) for n in reversed(tensor.shape))
-        values = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
+        # Rows are taken by sixteens: views of a memory map would cost as much as the arithmetic.
+        values = gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
         if self._architecture.gguf_permuted and re.search(r"\.(q|k)_proj\.", name):
             heads = self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads
             values = unpermute(values, heads)
