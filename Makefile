@@ -14,4 +14,4 @@ format: ## put the code in shape
 
 lock:   ## pin what pyproject.toml asks for
 	.ci/dev-env
-	.venv/bin/python -m uv pip compile --quiet pyproject.toml --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
+	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
