@@ -297,9 +297,11 @@ class Engine:
             raise RequestError(f"sequence {sequence.name} is not alive in this engine")
         return self.scheduler.fork(sequence)
 
-    @_owner_only
     def check(self, request: Request) -> int:
-        """Raise RequestError if a request can never run; returns how many tokens each sequence may generate."""
+        """Raise RequestError if a request can never run; returns how many tokens each sequence may generate.
+
+        It only looks: any thread may call it.
+        """
         if not isinstance(request, Request):
             raise RequestError(f"{request!r} must be a Request(id=..., prompt_token_ids=..., params=...)")
         if request.id in self._requests:
@@ -365,7 +367,7 @@ class Engine:
         return ended
 
     def abort_soon(self, request_id: str) -> None:
-        """The same before the next step; the one call that any thread may make."""
+        """The same before the next step; any thread may call it."""
         self._to_abort.append(request_id)
 
     @_owner_only

@@ -259,7 +259,7 @@ class LLM:
                     sent[sequence] += len(token_ids)
                     if reason:
                         del sent[sequence]
-                    yield TextChunk(sequence.index, _new_text(sequence), token_ids, reason and str(reason))
+                    yield TextChunk(sequence.index, new_text(sequence), token_ids, reason and str(reason))
 
     def _step(self) -> list[TokenEvent]:
         with _interrupts_wait():
@@ -304,7 +304,7 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _new_text(sequence: TokenSequence) -> str:
+def new_text(sequence: TokenSequence) -> str:
     """Text that has become certain since the last call."""
     if not isinstance(sequence.text, TextStream):
         return ""
@@ -318,7 +318,7 @@ def _request_output(sequences: list[TokenSequence]) -> RequestOutput:
         CompletionOutput(
             index=sequence.index,
             token_ids=sequence.output_token_ids,
-            text=_new_text(sequence),
+            text=new_text(sequence),
             finish_reason=str(sequence.finish_reason),
             logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
             weight_versions=sequence.weight_versions,

@@ -118,8 +118,28 @@ class Tokenizer:
         return len(self._pieces)
 
     @property
+    def pieces(self) -> Sequence[bytes]:
+        """The bytes of every token, by id; of a special one those of its name, which are no part of the text."""
+        return self._pieces
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that mark something and have no text."""
+        return self._special_ids
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token: a text of n of them has at least one token for each n."""
+        return max(map(len, self._pieces), default=1)
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat_template_source is not None
+
+    @property
+    def chat_template_source(self) -> str | None:
+        """The template as the model's files have it."""
+        return self._chat_template_source
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS and the like exactly when the model's own tokenizer does.

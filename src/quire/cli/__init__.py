@@ -7,9 +7,11 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 
 from quire import __version__
 from quire.config import EngineConfig
+from quire.server.config import ServerConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate_parser(commands)
     _chat_parser(commands)
+    _serve_parser(commands)
     _bench_parser(commands)
     commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
     args = parser.parse_args(argv)
@@ -43,6 +46,10 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import generate
 
         return generate.run(args)
+    if args.command == "serve":
+        from quire.cli import serve
+
+        return serve.run(args)
     if args.command == "bench":
         from quire.cli import bench
 
@@ -71,6 +78,24 @@ def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
     _sampling_flags(parser, max_tokens=None, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
+
+
+def _serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer over HTTP and gRPC",
+        description="Answer over HTTP, as OpenAI does, and over gRPC. SIGTERM lets running requests finish.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    group = parser.add_argument_group("server")
+    text = "who may ask; repeatable. Better from a file, or from QUIRE_API_KEY"
+    group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=text)
+    text = "keys, one a line, in the clear or as sha256:HEX"
+    group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
+    text = "who may administer; or from QUIRE_ADMIN_KEY"
+    group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)
+    _flags(group, group, ServerConfig)
+    _engine_flags(parser)
 
 
 def _bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -135,9 +160,17 @@ def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, 
 
 def _engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
     """One flag for each field of EngineConfig."""
-    ordinary, expert = parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts")
-    for field in dataclasses.fields(EngineConfig):
-        group = expert if field.metadata["expert"] else ordinary
+    _flags(
+        parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts"), EngineConfig, **defaults
+    )
+
+
+def _flags(
+    ordinary: "argparse._ArgumentGroup", expert: "argparse._ArgumentGroup", config: type, **defaults: object
+) -> None:
+    """One flag for each field of a config."""
+    for field in dataclasses.fields(config):
+        group = expert if field.metadata.get("expert") else ordinary
         flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
         default = defaults.get(field.name, field.default)
         if field.type is bool:

@@ -1,0 +1,419 @@
+"""Between asyncio and the engine: one thread owns the engine and steps it, the event loop talks to it.
+
+    event loop                                  engine thread
+    submit(request) -> Stream    -- inbox -->   engine.add
+    async for updates in stream  <-- batch --   engine.step(meanwhile=...): tokens become text while the device computes
+    stream.cancel()              -- soon  -->   engine.abort, before the next step is planned
+
+Every stream ends: with a finish reason for each of its sequences, or with an error. What a slow reader has not taken is
+merged, so that a stream never holds more than its own request's tokens.
+"""
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from quire.engine import Engine
+from quire.llm import LLM, new_text
+from quire.request import Request, Sequence, SequenceState, TokenEvent, TokenLogprob
+from quire.server.admission import Admission
+
+_log = logging.getLogger("quire.server")
+
+STALLED_AFTER_S = 8.0
+"""A thread that has not begun a step for so long hangs: a step of full rows and all rounds takes about a second."""
+IDLE_BEAT_S = 1.0
+
+
+class UnavailableError(Exception):
+    """The server takes no requests: it starts, drains, or its engine is gone."""
+
+
+class StreamError(Exception):
+    """A request that began cannot be finished; the message is for its client."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+        """"deadline", "cancelled" or "error"."""
+
+
+@dataclass(slots=True)
+class Update:
+    """What is new of one sequence."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Times:
+    """When things happened to a request, on the monotonic clock; 0 for not yet."""
+
+    arrived: float
+    started: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    finished: float = 0.0
+
+
+class Stream:
+    """One request under way, as its client's coroutine sees it: batches of updates until every sequence has ended."""
+
+    def __init__(self, bridge: "Bridge", request: Request, deadline: float | None) -> None:
+        self.request = request
+        self.deadline = deadline
+        self.times = Times(time.monotonic())
+        self.num_cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob | None] | None = None
+        self.num_output_tokens = 0
+        self.sequences: list[Sequence] = []
+        self.num_unfinished = request.params.n
+        """Sequences whose end has not been handed over; this and the sequences belong to the engine's thread."""
+        self.is_cancelled = False
+        self._bridge = bridge
+        self._num_alive = request.params.n
+        self._pending: dict[int, Update] = {}
+        self._news = asyncio.Event()
+        self._error: StreamError | None = None
+
+    def __aiter__(self) -> AsyncIterator[list[Update]]:
+        return self
+
+    async def __anext__(self) -> list[Update]:
+        if not self._pending and not self._error:
+            if self._num_alive == 0:
+                raise StopAsyncIteration
+            await self._news.wait()
+        self._news.clear()
+        if self._pending:
+            updates = list(self._pending.values())
+            self._pending.clear()
+            return updates
+        assert self._error is not None
+        raise self._error
+
+    def cancel(self) -> None:
+        """The client is gone, or wants no more: its pages are back before the next step."""
+        self._bridge.cancel(self)
+
+    # -- called on the event loop by the bridge ----------------------------------------------------------------------
+
+    def receive(self, update: Update) -> None:
+        """Add what is new to what has not been read."""
+        before = self._pending.setdefault(update.index, Update(update.index))
+        before.text += update.text
+        before.token_ids += update.token_ids
+        before.logprobs += update.logprobs
+        before.finish_reason = update.finish_reason
+        self.num_output_tokens += len(update.token_ids)
+        self._num_alive -= update.finish_reason is not None
+        self._news.set()
+
+    def fail(self, error: StreamError) -> None:
+        """It ends here."""
+        self._error = self._error or error
+        self._news.set()
+
+
+class Observer(Protocol):
+    """Who is told what happens, on the event loop."""
+
+    def on_tokens(self, stream: Stream, now: float, count: int, /) -> None:
+        """So many tokens of a stream have come; its times are still those of the tokens before."""
+        ...
+
+    def on_end(self, stream: Stream, failure: str | None, /) -> None:
+        """A stream is over; None for by itself."""
+        ...
+
+
+class Bridge:
+    """Owns the engine's thread. All methods are for the event loop's thread, but for those that say otherwise."""
+
+    def __init__(self, open_llm: Callable[[], LLM], admission: Admission, observer: Observer) -> None:
+        """`open_llm` is called on the engine's thread, which owns what it returns."""
+        self.admission = admission
+        self.llm: LLM
+        self.num_failed_steps = 0
+        self._open_llm = open_llm
+        self._observer = observer
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._streams: dict[str, Stream] = {}
+        """Those that have not ended, by request id."""
+        self._is_draining = False
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._beat = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        # What follows belongs to the engine's thread.
+        self._watched: dict[str, Stream] = {}
+        self._unstarted: dict[str, Stream] = {}
+        self._events: list[TokenEvent] = []
+        self._deadlines: list[tuple[float, int, Stream]] = []
+        self._counter = itertools.count()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Load the model and be ready; raises what loading raises."""
+        self._thread.start()
+        await self._ready
+
+    async def drain(self) -> None:
+        """Take nothing new and wait until every stream has ended."""
+        self._is_draining = True
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """End what runs, and the thread."""
+        self._is_draining = True
+        for stream in list(self._streams.values()):
+            self._end(stream, StreamError("the server is stopping", "cancelled"))
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, STALLED_AFTER_S)  # one that hangs is left behind
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken."""
+        return self._ready.done() and not self._is_draining and self.is_healthy
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine steps, or waits for something to do."""
+        return self._thread.is_alive() and self.beat_age < STALLED_AFTER_S
+
+    @property
+    def beat_age(self) -> float:
+        """Seconds since the engine's thread last showed itself."""
+        return time.monotonic() - self._beat if self._ready.done() else 0.0
+
+    @property
+    def num_streams(self) -> int:
+        """Requests that have not ended."""
+        return len(self._streams)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, *, timeout_s: float | None = None, grammar: Any = None) -> Stream:
+        """Take a request and count it, or raise RequestError, OverloadError or UnavailableError."""
+        if self._is_draining or not self._ready.done():
+            raise UnavailableError("the server is draining" if self._is_draining else "the model is being loaded")
+        if not self.is_healthy:
+            raise UnavailableError("the engine does not answer")
+        max_tokens = self.llm.engine.check(request)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        stream = Stream(self, request, deadline)
+        self.admission.arrive(request.id, request.params.n, len(request.prompt_token_ids), max_tokens)
+        self._streams[request.id] = stream
+        self._idle.clear()
+        self._inbox.put(lambda engine: self._add(engine, stream, grammar))
+        return stream
+
+    def cancel(self, stream: Stream) -> None:
+        """End a request early. What it has not handed out is dropped."""
+        if stream.request.id in self._streams:
+            self._end(stream, StreamError("the request was cancelled", "cancelled"))
+
+    def abort(self, request_id: str) -> bool:
+        """The same by id; False if there is no such request."""
+        stream = self._streams.get(request_id)
+        if stream:
+            self.cancel(stream)
+        return stream is not None
+
+    async def call[T](self, function: Callable[[Engine], T], timeout_s: float = STALLED_AFTER_S) -> T:
+        """Run a function on the engine's thread between two steps."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def answer(result: Any, error: BaseException | None) -> None:
+            if not future.done():
+                future.set_exception(error) if error else future.set_result(result)
+
+        def run(engine: Engine) -> None:
+            try:
+                result, error = function(engine), None
+            except Exception as caught:
+                result, error = None, caught
+            self._post(answer, result, error)
+
+        self._inbox.put(run)
+        return await asyncio.wait_for(future, timeout_s)
+
+    def _end(self, stream: Stream, error: StreamError) -> None:
+        """Early, from the event loop's side."""
+        stream.is_cancelled = True
+        self._inbox.put(lambda engine: self._drop(engine, stream))
+        self._close(stream, error)
+
+    def _close(self, stream: Stream, error: StreamError | None) -> None:
+        if self._streams.pop(stream.request.id, None) is None:
+            return
+        stream.times.finished = time.monotonic()
+        self.admission.leave(stream.request.id)
+        if error:
+            stream.fail(error)
+        if not self._streams:
+            self._idle.set()
+        self._observer.on_end(stream, error.reason if error else None)
+
+    # -- what the engine's thread sends, on the event loop ------------------------------------------------------------
+
+    def _receive(self, batch: list[tuple[Stream, Update, bool]]) -> None:
+        now = time.monotonic()
+        for stream, update, is_last in batch:
+            if stream.is_cancelled:
+                continue
+            if update.token_ids:
+                self._observer.on_tokens(stream, now, len(update.token_ids))
+                stream.times.first_token = stream.times.first_token or now
+                stream.times.last_token = now
+            stream.receive(update)
+            if is_last:
+                self._close(stream, None)
+
+    def _receive_started(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if stream := self._streams.get(request_id):
+                stream.times.started = time.monotonic()
+            self.admission.start(request_id)
+
+    # -- the engine's thread ------------------------------------------------------------------------------------------
+
+    def _post(self, function: Callable[..., object], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(function, *args)
+
+    def _run(self) -> None:
+        try:
+            self.llm = self._open_llm()
+        except BaseException as error:
+            self._post(self._ready.set_exception, error)
+            return
+        self._beat = time.monotonic()
+        self._post(self._ready.set_result, None)
+        engine = self.llm.engine
+        try:
+            while self._take_inbox(engine):
+                self._beat = time.monotonic()
+                self._expire(engine)
+                self._step(engine)
+        except BaseException as error:
+            _log.critical(f"the engine's thread ends: {type(error).__name__}: {error}")
+            raise
+
+    def _step(self, engine: Engine) -> None:
+        try:
+            self._events = engine.step(meanwhile=self._deliver)
+        except Exception as error:
+            self.num_failed_steps += 1
+            _log.error(f"a step failed: {type(error).__name__}: {error}")
+            self._deliver()
+            self._find_silent_ends(engine)
+        if not engine.has_work:
+            self._deliver()  # no other step will come to do it
+
+    def _take_inbox(self, engine: Engine) -> bool:
+        """Do what the event loop asked for; waits when there is nothing else to do. False to end."""
+        while True:
+            self._beat = time.monotonic()
+            try:
+                command = self._inbox.get(block=not engine.has_work, timeout=IDLE_BEAT_S)
+            except queue.Empty:
+                if engine.has_work:
+                    return True
+                continue
+            if command is None:
+                self.llm.close()
+                return False
+            command(engine)
+
+    def _add(self, engine: Engine, stream: Stream, grammar: Any) -> None:
+        if stream.is_cancelled:
+            return
+        try:
+            stream.sequences = engine.add(stream.request) if grammar is None else engine.add(stream.request, grammar)
+        except Exception as error:
+            failure = StreamError(f"the request could not be added: {error}", "error")
+            self._post(self._close, stream, failure)
+            return
+        self._watched[stream.request.id] = self._unstarted[stream.request.id] = stream
+        if stream.deadline is not None:
+            heapq.heappush(self._deadlines, (stream.deadline, next(self._counter), stream))
+
+    def _drop(self, engine: Engine, stream: Stream) -> None:
+        engine.abort(stream.request.id)
+        self._forget(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        self._watched.pop(stream.request.id, None)
+        self._unstarted.pop(stream.request.id, None)
+
+    def _expire(self, engine: Engine) -> None:
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, stream = heapq.heappop(self._deadlines)
+            if stream.request.id in self._watched:
+                self._drop(engine, stream)
+                self._post(self._close, stream, StreamError("the request's time is over", "deadline"))
+
+    def _deliver(self) -> None:
+        """Hand over the last step's tokens, as text; and who has begun in this one."""
+        events, self._events = self._events, []
+        batch: list[tuple[Stream, Update, bool]] = []
+        for event in events:
+            stream = self._watched.get(event.sequence.request.id)
+            if stream is not None:
+                batch.append((stream, *self._update(stream, event)))
+        if batch:
+            self._post(self._receive, batch)
+        started = [i for i, stream in self._unstarted.items() if _has_started(stream)]
+        for request_id in started:
+            del self._unstarted[request_id]
+        if started:
+            self._post(self._receive_started, started)
+
+    def _update(self, stream: Stream, event: TokenEvent) -> tuple[Update, bool]:
+        """What an event means to the client, and whether it was the request's last."""
+        sequence, num_new = event.sequence, len(event.token_ids)
+        update = Update(sequence.index, new_text(sequence), list(event.token_ids))
+        if sequence.params.logprobs is not None and num_new:
+            update.logprobs = sequence.logprobs[-num_new:]
+        if stream.times.first_token == 0.0:
+            stream.num_cached_tokens = sequence.num_cached_tokens
+        reason = sequence.finish_reason
+        update.finish_reason = reason and str(reason)
+        if not reason:
+            return update, False
+        stream.num_unfinished -= 1
+        is_last = stream.num_unfinished == 0
+        if is_last:
+            first = stream.sequences[0]
+            stream.prompt_logprobs = first.prompt_logprobs if first.params.prompt_logprobs else None
+            self._forget(stream)
+        return update, is_last
+
+    def _find_silent_ends(self, engine: Engine) -> None:
+        """Sequences that a failed step ended come without an event: their streams fail."""
+        for stream in list(self._watched.values()):
+            if any(str(one.finish_reason) == "abort" for one in stream.sequences):
+                self._drop(engine, stream)
+                failure = StreamError("the request failed inside the engine; it may be sent again", "error")
+                self._post(self._close, stream, failure)
+
+
+def _has_started(stream: Stream) -> bool:
+    return any(one.state is not SequenceState.WAITING for one in stream.sequences)

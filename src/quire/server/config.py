@@ -1,0 +1,53 @@
+"""Every knob of the server, beside the engine's. Frozen, validated once; command-line flags come from its fields."""
+
+import dataclasses
+import ipaddress
+from dataclasses import dataclass
+from typing import Any
+
+from quire.config import check_whole
+
+MAX_PORT = 65_535
+
+
+def _knob(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where the server listens, and what it bears."""
+
+    host: str = _knob("127.0.0.1", "address to listen on; beyond loopback a key is required")
+    port: int = _knob(8000, "for HTTP")
+    grpc_port: int | None = _knob(None, "for gRPC; by default there is none")
+    admin_port: int | None = _knob(None, "for debugging and administration, on loopback; by default there is none")
+    served_model_name: str | None = _knob(None, "what clients call the model; by default the name of its file")
+    max_queued_requests: int = _knob(256, "requests that may wait; more are told to come again")
+    max_queued_tokens: int = _knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
+    max_connections: int = _knob(1024, "open connections; more are closed at once")
+    max_body_bytes: int = _knob(8 << 20, "of one request")
+    read_timeout_s: int = _knob(20, "seconds a client may take to send a request")
+    write_timeout_s: int = _knob(60, "seconds a client may leave its stream unread before it ends")
+    request_timeout_s: int = _knob(3600, "seconds a request may take; clients may ask for less")
+    drain_timeout_s: int = _knob(300, "seconds that running requests have to finish after SIGTERM")
+
+    def __post_init__(self) -> None:
+        for name in ("port", "grpc_port", "admin_port"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 0, MAX_PORT)
+        for name in (
+            "max_queued_requests", "max_queued_tokens", "max_connections", "max_body_bytes",
+            "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",
+        ):  # fmt: skip
+            check_whole(name, getattr(self, name), 1, 1 << 40)
+        if not isinstance(self.host, str) or not self.host:
+            raise ValueError(f"host={self.host!r} must be an address or a name")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False

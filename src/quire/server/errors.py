@@ -1,0 +1,78 @@
+"""Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`."""
+
+import re
+from typing import Any
+
+import msgspec
+
+from quire.server.admission import OverloadError
+from quire.server.bridge import StreamError, UnavailableError
+
+STATUS_OF_REASON = {"deadline": 408, "cancelled": 499, "error": 500}
+_REQUEST = re.compile(r"^request \S+: ")
+_FIELD = re.compile(r"^(?:a )?([a-z_]+)(?:\[[^\]]*\])?(?:=| has | holds | of | token )")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told about an error: no path, no prompt, nothing of the inside."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, msgspec.ValidationError):
+        return _invalid(str(error))
+    if isinstance(error, msgspec.DecodeError):
+        return ApiError(400, f"the body is not JSON: {error}", code="invalid_json")
+    if isinstance(error, OverloadError):
+        headers = {"Retry-After": str(error.retry_after_s)}
+        return ApiError(429, str(error), code="overloaded", headers=headers)
+    if isinstance(error, UnavailableError):
+        return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
+    if isinstance(error, StreamError):
+        return ApiError(STATUS_OF_REASON[error.reason], str(error), code=error.reason)
+    if isinstance(error, ValueError):
+        message = _REQUEST.sub("", str(error))
+        field = _FIELD.match(message)
+        code = "context_length_exceeded" if "max_model_len" in message else "invalid_value"
+        return ApiError(400, message, param=field[1] if field else None, code=code)
+    return ApiError(500, "internal error", code="internal")
+
+
+def _invalid(message: str) -> ApiError:
+    """A field of the wrong type, out of its range, missing or unknown."""
+    path = _PATH.search(message)
+    param = path[1] if path else None
+    text = _PATH.sub("", message)
+    if unknown := re.search(r"unknown field `([^`]*)`", text):
+        param = f"{param}.{unknown[1]}" if param else unknown[1]
+        return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")
+    if missing := re.search(r"missing required field `([^`]*)`", text):
+        param = f"{param}.{missing[1]}" if param else missing[1]
+        return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
+    return ApiError(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

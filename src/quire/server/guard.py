@@ -1,0 +1,150 @@
+"""What stands before every route: who asks, from where, how much and how fast.
+
+Everything is refused unless a key opens it; the routes that need none are listed here.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError
+from quire.server.keys import Keys
+from quire.server.service import Caller
+
+PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+"""Routes that need no key."""
+LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+_log = logging.getLogger("quire.access")
+
+
+class Guard:
+    """An ASGI application around another."""
+
+    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig) -> None:
+        self._app = app
+        self._keys = keys
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let a request through, or answer it here."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a websocket: there are none
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        start, status = time.perf_counter(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            headers = _headers(scope)
+            caller = self._check(scope, headers)
+            scope.setdefault("state", {})["caller"] = caller
+            await self._app(scope, _Body(receive, self._config).receive, watched)
+        except ApiError as error:
+            await _refuse(error, watched)
+        finally:
+            milliseconds = round((time.perf_counter() - start) * 1e3, 1)
+            _log.info(
+                "request",
+                extra={"method": scope["method"], "path": _known(scope), "status": status, "ms": milliseconds},
+            )
+
+    def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
+        """Who asks; raises if nobody who may."""
+        caller = Caller() if scope["path"] in PUBLIC else self._authenticate(headers)
+        if scope["method"] == "POST":
+            if headers.get("content-encoding", "identity") != "identity":
+                raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+                raise ApiError(415, "content-type must be application/json", code="unsupported_media_type")
+            length = headers.get("content-length", "0")
+            if not length.isdigit() or int(length) > self._config.max_body_bytes:
+                raise _too_large(self._config)
+        return caller
+
+    def _authenticate(self, headers: dict[str, str]) -> Caller:
+        if not len(self._keys):
+            # Anybody on this machine may ask, but not a web page that happens to be open on it.
+            origin = headers.get("origin")
+            names = [urlsplit(f"//{headers.get('host', '')}").hostname]
+            names += [urlsplit(origin).hostname] if origin is not None else []
+            if not LOCAL_NAMES.issuperset(names):
+                raise ApiError(403, "this server has no key and answers its own machine only", code="not_local")
+            return Caller()
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        tenant = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
+        if tenant is None:
+            raise ApiError(
+                401,
+                "no valid API key: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return Caller(tenant)
+
+
+class _Body:
+    """A request's body, as much of it as may come and as long as it may take."""
+
+    def __init__(self, receive: Receive, config: ServerConfig) -> None:
+        self._receive = receive
+        self._config = config
+        self._num_bytes = 0
+        self._deadline = time.monotonic() + config.read_timeout_s
+        self._is_complete = False
+
+    async def receive(self) -> Message:
+        if self._is_complete:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), max(self._deadline - time.monotonic(), 0.001))
+        except TimeoutError:
+            message = f"the body took more than {self._config.read_timeout_s} s"
+            raise ApiError(408, message, code="slow_body", headers={"Connection": "close"}) from None
+        self._num_bytes += len(message.get("body", b""))
+        if self._num_bytes > self._config.max_body_bytes:
+            raise _too_large(self._config)
+        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+        return message
+
+
+def _too_large(config: ServerConfig) -> ApiError:
+    message = f"the body is larger than {config.max_body_bytes:,} bytes"
+    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+def _headers(scope: Scope) -> dict[str, str]:
+    """By lower-case name; of one that is there twice, nothing good is assumed."""
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name = raw_name.decode("latin-1").lower()
+        if name in headers and name in ("authorization", "content-length", "content-type", "host"):
+            raise ApiError(400, f"the header {name} is there twice", code="repeated_header")
+        headers[name] = raw_value.decode("latin-1")
+    return headers
+
+
+def _known(scope: Scope) -> str:
+    """The path for the log, if it is one of ours: others may carry anything."""
+    path = scope["path"]
+    return path if path in PUBLIC or path.startswith(("/v1/", "/tokenize", "/detokenize", "/debug")) else "other"
+
+
+async def _refuse(error: ApiError, send: Send) -> None:
+    body = json.dumps(error.body).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

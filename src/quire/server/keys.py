@@ -1,0 +1,58 @@
+"""Who may ask: API keys, kept as hashes and compared in constant time.
+
+A key is any secret text; a file has one a line, in the clear or as `sha256:<64 hex digits>`. The hash of a key also
+salts its prefixes in the cache, so that strangers cannot find out what others have asked.
+"""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+MIN_KEY_LEN = 8
+_HASH = re.compile(r"sha256:([0-9a-f]{64})")
+
+
+class Keys:
+    """The keys that are good."""
+
+    def __init__(self, hashes: Iterable[bytes]) -> None:
+        self._hashes = tuple(dict.fromkeys(hashes))
+
+    @classmethod
+    def read(cls, *, given: Iterable[str] = (), file: Path | None = None) -> "Keys":
+        """Keys from the command line or the environment, and from a file."""
+        lines = [("--api-key", key) for key in given]
+        if file is not None:
+            try:
+                text = file.read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"--api-key-file {file.name} cannot be read: {error}") from None
+            entries = [line.strip() for line in text.splitlines()]
+            lines += [(f"{file.name}, line {i + 1}", entry) for i, entry in enumerate(entries) if entry]
+            if not any(entries):
+                raise ValueError(f"--api-key-file {file.name} holds no key; write one a line")
+        return cls(_hash_of(where, key) for where, key in lines)
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def find(self, key: str) -> str | None:
+        """The tenant a key stands for: a name that tells nothing about it. None if it is not good.
+
+        Every key is compared, whichever fits: time tells nothing.
+        """
+        found, hashed = None, hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+        for good in self._hashes:
+            if hmac.compare_digest(good, hashed):
+                found = good
+        return None if found is None else hashlib.sha256(b"quire tenant" + found).hexdigest()[:32]
+
+
+def _hash_of(where: str, key: str) -> bytes:
+    if hashed := _HASH.fullmatch(key):
+        return bytes.fromhex(hashed[1])
+    if len(key) < MIN_KEY_LEN or not key.isascii() or not key.isprintable() or " " in key:
+        raise ValueError(f"{where}: a key must be at least {MIN_KEY_LEN} printable ASCII characters without spaces")
+    return hashlib.sha256(key.encode()).digest()

@@ -1,0 +1,64 @@
+"""The OpenAPI document: made from the wire types, so that it cannot say anything else than they do."""
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from quire import __version__
+from quire.server import wire
+
+POSTS = {
+    "/v1/completions": wire.CompletionRequest,
+    "/v1/chat/completions": wire.ChatRequest,
+    "/tokenize": wire.TokenizeRequest,
+    "/detokenize": wire.DetokenizeRequest,
+}
+GETS = ("/v1/models", "/health", "/livez", "/readyz", "/metrics", "/version")
+ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+
+
+@cache
+def openapi() -> dict[str, Any]:
+    """All routes of the public port."""
+    _, components = msgspec.json.schema_components(POSTS.values(), ref_template="#/components/schemas/{name}")
+    error = {"description": "an error", "content": {"application/json": {"schema": _ERROR}}}
+    errors = {str(status): error for status in ERRORS}
+    paths: dict[str, Any] = {}
+    for path, kind in POSTS.items():
+        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+        answer = {"description": "the answer, or events of it"}
+        paths[path] = {
+            "post": {"requestBody": {"required": True, "content": body}, "responses": {"200": answer} | errors}
+        }
+    for path in GETS:
+        paths[path] = {"get": {"responses": {"200": {"description": "the answer"}, **errors}}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}],
+    }
+
+
+_NULLABLE = {"type": ["string", "null"]}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": _NULLABLE,
+                "code": _NULLABLE,
+            },
+        }
+    },
+}

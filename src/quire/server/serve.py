@@ -1,0 +1,177 @@
+"""One server process: load, listen, say that it is ready, and drain when it is told to stop."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from quire.llm import LLM
+from quire.server.admission import Admission
+from quire.server.bridge import Bridge
+from quire.server.config import ServerConfig
+from quire.server.http import Api
+from quire.server.keys import Keys
+from quire.server.logs import set_up_logs
+from quire.server.metrics import Metrics
+from quire.server.service import Service
+
+MAX_HEADER_BYTES = 32 << 10
+KEEP_ALIVE_S = 30
+LISTEN_BACKLOG = 512
+FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+_log = logging.getLogger("quire.server")
+
+
+async def serve(
+    open_llm: Callable[[], LLM],
+    model_name: str,
+    config: ServerConfig,
+    keys: Keys,
+    admin_keys: Keys,
+    *,
+    on_ready: Callable[[str], None] = print,
+) -> None:
+    """Run until a signal says otherwise. `on_ready` is told where to reach it, and what fits."""
+    check_exposure(config, keys, admin_keys)
+    set_up_logs()
+    sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
+    metrics = Metrics()
+    admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+    bridge = Bridge(open_llm, admission, metrics)
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, _stop, stopping)
+    loading = asyncio.create_task(bridge.start())
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
+    loading.result()
+    metrics.watch(bridge)
+    service = Service(bridge, config.served_model_name or model_name, int(time.time()))
+    server = _Server(Api(service, config, metrics).app(keys), config)
+    running = asyncio.create_task(server.serve(sockets))
+    host, port = sockets[0].getsockname()[:2]
+    on_ready(f"quire: ready on http://{f'[{host}]' if ':' in host else host}:{port}/v1; {bridge.llm.engine.capacity}")
+    try:
+        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(bridge, config)
+    finally:
+        server.should_exit = True
+        await running
+        await bridge.stop()
+        service.close()
+
+
+def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
+    """Nobody beyond this machine without a key."""
+    if not config.is_local and not len(keys):
+        raise ValueError(
+            f"--host {config.host} can be reached from elsewhere and there is no API key; give --api-key, "
+            "--api-key-file or QUIRE_API_KEY, or listen on 127.0.0.1"
+        )
+    if config.admin_port is not None and not len(admin_keys):
+        raise ValueError("--admin-port needs --admin-key or QUIRE_ADMIN_KEY: what it does is not for everybody")
+
+
+async def _drain(bridge: Bridge, config: ServerConfig) -> None:
+    """Readiness is false from here on; what runs finishes, if it does so in time."""
+    if bridge.num_streams:
+        _log.info("draining", extra={"running": bridge.num_streams})
+    try:
+        await asyncio.wait_for(bridge.drain(), config.drain_timeout_s)
+    except TimeoutError:
+        _log.warning("drain timeout", extra={"running": bridge.num_streams})
+
+
+def _stop(stopping: asyncio.Event) -> None:
+    if stopping.is_set():  # asked twice: at once
+        os._exit(130)
+    stopping.set()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ValueError(f"--port {port} on {host} cannot be listened on: {error.strerror}") from None
+    listener.set_inheritable(False)
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn without its own signal handlers: draining is ours."""
+
+    def __init__(self, app: Any, config: ServerConfig) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=limited_protocol(config),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=LISTEN_BACKLOG,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=10,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals stay with whoever runs this server."""
+        yield
+
+
+def limited_protocol(config: ServerConfig) -> type[H11Protocol]:
+    """Connections of uvicorn's, but so many of them, and with so much time for a request's head."""
+    open_connections: set[Any] = set()
+
+    class Limited(H11Protocol):
+        def connection_made(self, transport: Any) -> None:
+            if len(open_connections) >= config.max_connections:
+                transport.write(FULL)
+                transport.close()
+                self._refused = True
+                return
+            self._refused = False
+            open_connections.add(self)
+            super().connection_made(transport)
+            self._head_timer = asyncio.get_running_loop().call_later(config.read_timeout_s, self._check_head)
+
+        def _check_head(self) -> None:
+            if self.cycle is None and not self.transport.is_closing():
+                self.transport.close()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if self._refused:
+                return
+            open_connections.discard(self)
+            self._head_timer.cancel()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if not self._refused:
+                super().data_received(data)
+
+        def eof_received(self) -> None:
+            if not self._refused:
+                super().eof_received()
+
+    return Limited

@@ -1,0 +1,106 @@
+"""A real server in a process of its own, and what is needed to talk to it."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+READY = re.compile(r"ready on (http://\S+)/v1")
+START_TIMEOUT_S = 120
+SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
+"""Few and small programs."""
+
+
+class Server:
+    """One `quire serve`."""
+
+    def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None, launcher: list[str] | None = None):
+        command = launcher or [sys.executable, "-m", "quire", "serve"]
+        self.process = subprocess.Popen(
+            [*command, str(model), "--port", "0", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"XLA_FLAGS": ""} | (env or {}),
+        )
+        self.lines: list[str] = []
+        self.url = ""
+        self._is_ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := READY.search(line):
+                self.url = found[1]
+                self._is_ready.set()
+        self._is_ready.set()
+
+    def wait_ready(self) -> "Server":
+        if not self._is_ready.wait(START_TIMEOUT_S) or not self.url:
+            self.kill()
+            raise RuntimeError("the server did not start:\n" + "".join(self.lines[-20:]))
+        return self
+
+    def get(self, path: str, **headers: str) -> tuple[int, bytes]:
+        return self.ask("GET", path, None, **headers)
+
+    def post(self, path: str, body: object, **headers: str) -> tuple[int, bytes]:
+        return self.ask("POST", path, json.dumps(body).encode(), **headers)
+
+    def ask(self, method: str, path: str, body: bytes | None, **headers: str) -> tuple[int, bytes]:
+        named = {"content-type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
+        request = urllib.request.Request(self.url + path, body, named, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read()
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels."""
+        text = self.get("/metrics")[1].decode()
+        return float(next(line.split()[-1] for line in text.splitlines() if line.split(" ")[0] == name))
+
+    def wait_idle(self, timeout_s: float = 20) -> None:
+        """Until no page is held."""
+        deadline = time.monotonic() + timeout_s
+        while self.metric("quire_pages_held") or self.metric("quire_sequences_running"):
+            assert time.monotonic() < deadline, "pages are still held"
+            time.sleep(0.05)
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
+
+    def terminate(self, timeout_s: float = 60) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def serving(model: Path, *flags: str, **how) -> Iterator[Server]:
+    server = Server(model, *flags, **how)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.kill()

@@ -1,0 +1,200 @@
+"""The real `openai` client against a real server: what it reads is what `LLM` says offline."""
+
+import asyncio
+import json
+
+import openai
+import pytest
+
+from quire import SamplingParams
+
+PROMPT = "The old harbour was quiet, and "
+MESSAGES = [{"role": "user", "content": "What is a quire?"}]
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
+
+
+def expected(offline, prompt, **params):
+    (output,) = offline.generate([prompt], SamplingParams(temperature=0, **params), progress=False)
+    return output
+
+
+def test_the_model_is_listed(client):
+    (model,) = client.models.list().data
+    assert model.id == "tiny"
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("other")
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, list(range(20, 60))], ids=["text", "ids"])
+def test_a_completion_is_what_it_is_offline(client, offline, prompt):
+    answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=40, temperature=0)
+    whole = expected(offline, prompt, max_tokens=40)
+    assert answer.choices[0].text == whole.outputs[0].text
+    assert answer.usage.completion_tokens == len(whole.outputs[0].token_ids)
+    assert answer.usage.prompt_tokens == len(whole.prompt_token_ids)
+
+
+def test_several_prompts_and_n(client, offline):
+    prompts = ["one ", "two ", "three "]
+    answer = client.completions.create(model="tiny", prompt=prompts, n=2, max_tokens=12, seed=5)
+    assert [choice.index for choice in answer.choices] == list(range(6))
+    for i, prompt in enumerate(prompts):
+        (whole,) = offline.generate([prompt], SamplingParams(seed=5, n=2, max_tokens=12), progress=False)
+        assert [choice.text for choice in answer.choices[2 * i : 2 * i + 2]] == [out.text for out in whole.outputs]
+
+
+def test_a_stream_says_the_same_and_ends_with_usage(client, offline):
+    events = list(
+        client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=50,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    whole = expected(offline, PROMPT, max_tokens=50)
+    assert "".join(event.choices[0].text for event in events if event.choices) == whole.outputs[0].text
+    assert len(events) > 5
+    assert events[-1].choices == []
+    assert events[-1].usage.completion_tokens == len(whole.outputs[0].token_ids)
+    assert events[-2].choices[0].finish_reason in ("length", "stop")
+
+
+def test_echo_and_logprobs(client, offline):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=8, temperature=0, logprobs=3, echo=True)
+    whole = expected(offline, PROMPT, max_tokens=8, logprobs=3, prompt_logprobs=True)
+    logprobs = answer.choices[0].logprobs
+    scores = [entry and entry.logprob for entry in whole.prompt_logprobs] + [
+        entry.logprob for entry in whole.outputs[0].logprobs
+    ]
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx(scores[1:], abs=1e-4)
+    assert answer.choices[0].text.startswith(PROMPT)
+    assert len(logprobs.tokens) == len(logprobs.text_offset) == len(scores)
+
+
+def test_a_prompt_can_be_scored_without_drawing_anything(client):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
+    assert answer.choices[0].text == PROMPT
+    assert len(answer.choices[0].logprobs.token_logprobs) == len(PROMPT)
+
+
+def test_a_chat_is_what_it_is_offline(client, offline):
+    answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=30, temperature=0)
+    whole = offline.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=30))
+    assert answer.choices[0].message.content == whole.outputs[0].text
+    assert answer.choices[0].message.role == "assistant"
+
+
+def test_a_chat_in_a_stream_with_n_and_logprobs(client, offline):
+    events = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=20, seed=3, n=3, logprobs=True, top_logprobs=2, stream=True
+    )
+    said, counted, reasons = ["", "", ""], [0, 0, 0], {}
+    for event in events:
+        for choice in event.choices:
+            said[choice.index] += choice.delta.content or ""
+            counted[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    whole = offline.chat(MESSAGES, SamplingParams(seed=3, n=3, max_tokens=20))
+    assert said == [output.text for output in whole.outputs]
+    assert counted == [len(output.token_ids) for output in whole.outputs]
+    assert set(reasons) == {0, 1, 2}
+
+
+def test_stop_bias_and_penalties_reach_the_sampler(client, offline):
+    free = expected(offline, PROMPT, max_tokens=30).outputs[0].text
+    stop = free[6:9]
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop])
+    assert answer.choices[0].text == free[: free.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    biased = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={"65": 100})
+    assert biased.choices[0].text == offline.tokenizer.decode([65] * 5)
+
+
+def test_cached_tokens_are_told(client):
+    prompt = "a prompt that is sent twice, word for word, so that its pages are found again"
+    for expected_hit in (False, True):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
+        assert (answer.usage.prompt_tokens_details.cached_tokens > 0) is expected_hit
+
+
+def test_many_async_streams_do_not_mix(server, offline):
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=server.url + "/v1", api_key="none") as client:
+
+            async def one(i: int) -> str:
+                events = await client.completions.create(
+                    model="tiny", prompt=f"stream {i}: ", max_tokens=40, temperature=0, stream=True
+                )
+                return "".join([event.choices[0].text async for event in events])
+
+            return await asyncio.gather(*(one(i) for i in range(24)))
+
+    texts = asyncio.run(run())
+    whole = offline.generate(
+        [f"stream {i}: " for i in range(24)], SamplingParams(temperature=0, max_tokens=40), progress=False
+    )
+    assert texts == [output.outputs[0].text for output in whole]
+
+
+def test_our_own_fields_go_in_extra_body(client):
+    extra = {"top_k": 1, "min_tokens": 3, "return_token_ids": True, "request_id": "mine", "cache_salt": "x"}
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=6, extra_body=extra)
+    assert answer.id == "mine"
+    assert len(answer.choices[0].token_ids) == answer.usage.completion_tokens
+
+
+def test_tokenize_and_back(server):
+    status, body = server.post("/tokenize", {"prompt": PROMPT})
+    tokens = json.loads(body)["tokens"]
+    assert (status, len(tokens)) == (200, len(PROMPT))
+    assert json.loads(server.post("/detokenize", {"tokens": tokens})[1]) == {"prompt": PROMPT}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "invalid_value"),
+        ({"prompt": "x", "temperature": 9}, "temperature", "invalid_value"),
+        ({"prompt": "x", "n": True}, "n", "invalid_value"),
+        ({"prompt": "x", "colour": 1}, "colour", "unknown_field"),
+        ({}, "prompt", "missing_field"),
+        ({"prompt": [1, "x"]}, "prompt", None),
+        ({"prompt": "x", "max_tokens": 10**6}, "prompt", "context_length_exceeded"),
+        ({"prompt": "x", "logit_bias": {"5": 1e9}}, "logit_bias[...]", "invalid_value"),
+        ({"prompt": "x", "min_tokens": 5, "max_tokens": 2}, "min_tokens", "invalid_value"),
+        ({"prompt": [99999]}, "prompt", "invalid_value"),
+    ],
+    ids=str,
+)
+def test_an_error_names_the_field(server, body, param, code):
+    status, answer = server.post("/v1/completions", {"model": "tiny"} | body)
+    error = json.loads(answer)["error"]
+    assert (status, error["param"], error["code"]) == (400, param, code), error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_is_not_there_is_told_in_the_same_shape(server):
+    for method, path, status in (
+        ("GET", "/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+    ):
+        got, body = server.ask(method, path, b"{}" if method == "POST" else None)
+        assert got == status
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert server.ask("POST", "/v1/completions", b"{")[0] == 400
+
+
+def test_the_health_trio(server):
+    assert [server.get(path)[0] for path in ("/health", "/livez", "/readyz")] == [200, 200, 200]
+    assert json.loads(server.get("/version")[1])["version"]
