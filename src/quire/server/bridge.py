@@ -178,11 +178,15 @@ class Bridge:
         self._is_draining = True
         await self._idle.wait()
 
-    async def stop(self) -> None:
-        """End what runs, and the thread."""
+    def end_all(self) -> None:
+        """Take nothing new and end what runs."""
         self._is_draining = True
         for stream in list(self._streams.values()):
             self._end(stream, StreamError("the server is stopping", "cancelled"))
+
+    async def stop(self) -> None:
+        """End what runs, and the thread."""
+        self.end_all()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STALLED_AFTER_S)  # one that hangs is left behind
 

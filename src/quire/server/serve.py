@@ -67,6 +67,7 @@ async def serve(
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         await _drain(bridge, config)
     finally:
+        bridge.end_all()  # before the connections are closed: their clients are told
         server.should_exit = True
         await running
         await bridge.stop()

@@ -1,0 +1,146 @@
+"""A server that is told to stop, whose clients leave, whose steps fail or hang: what happens to whom."""
+
+import concurrent.futures
+import http.client
+import json
+import sys
+import threading
+import time
+
+import openai
+import pytest
+
+from quire import SamplingParams
+from tests.server.process import SMALL, serving
+
+LONG = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def client_of(server, **options):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, **options)
+
+
+def offline_text(offline, prompt: str, max_tokens: int) -> str:
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    return offline.generate([prompt], params, progress=False)[0].outputs[0].text
+
+
+def read_stream(server, prompt: str, max_tokens: int, started: threading.Event | None = None) -> str:
+    with client_of(server) as client:
+        text = ""
+        for event in client.completions.create(prompt=prompt, max_tokens=max_tokens, stream=True, **LONG):
+            text += event.choices[0].text
+            if started:
+                started.set()
+        return text
+
+
+def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_folder, offline):
+    with serving(tiny_folder, *SMALL) as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
+        starts = [threading.Event() for _ in range(4)]
+        running = [pool.submit(read_stream, server, f"drain {i} ", 1500, starts[i]) for i in range(4)]
+        assert all(start.wait(30) for start in starts)
+        stopped_at = time.monotonic()
+        leaving = pool.submit(server.terminate)
+        while server.get("/readyz")[0] == 200:
+            assert time.monotonic() - stopped_at < 1, "readiness must be false at once"
+        assert server.get("/livez")[0] == 200
+        assert server.post("/v1/completions", {"model": "tiny", "prompt": "x"})[0] == 503
+        assert [run.result() for run in running] == [offline_text(offline, f"drain {i} ", 1500) for i in range(4)]
+        assert leaving.result() == 0
+
+
+def test_a_drain_that_takes_too_long_is_cut(tiny_folder):
+    with serving(tiny_folder, *SMALL, "--drain-timeout-s", "1", "--max-rounds", "1", "--debug") as server:
+        start = threading.Event()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            run = pool.submit(read_stream, server, "endless ", 4000, start)  # at most a round a dispatch: seconds
+            assert start.wait(30)
+            begin = time.monotonic()
+            assert server.terminate() == 0
+            assert time.monotonic() - begin < 15
+            with pytest.raises(openai.APIError):
+                run.result()
+
+
+def test_a_client_that_leaves_gives_its_pages_back(server):
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"))
+    body = {"model": "tiny", "prompt": "leaving ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    response = connection.getresponse()
+    assert response.readline().startswith(b"data: ")
+    assert server.metric("quire_pages_held") > 0
+    connection.close()
+    response.close()
+    server.wait_idle(5)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_deadline_ends_a_request_wherever_it_is(server, stream):
+    body = {"model": "tiny", "prompt": "late ", "max_tokens": 4000, "ignore_eos": True, "timeout": 0.4, "stream": stream}
+    begin = time.monotonic()
+    status, answer = server.post("/v1/completions", body)
+    assert 0.3 < time.monotonic() - begin < 5
+    if stream:
+        *_, last, end = answer.decode().strip().split("\n\n")
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline"
+        assert end == "data: [DONE]"
+    else:
+        assert (status, json.loads(answer)["error"]["code"]) == (408, "deadline")
+    server.wait_idle(5)
+
+
+@pytest.fixture(scope="module")
+def faulty(tiny_folder, tmp_path_factory):
+    """A server whose device fails when the file says so."""
+    file = tmp_path_factory.mktemp("faults") / "fault"
+    launcher = [sys.executable, "-m", "tests.server.faulty", "serve"]
+    with serving(tiny_folder, *SMALL, launcher=launcher, env={"FAULT_FILE": str(file)}) as server:
+        yield server, file
+
+
+def test_a_step_that_fails_before_dispatch_fails_its_requests_and_nothing_else(faulty, offline):
+    server, file = faulty
+    file.write_text("raise")
+    status, body = server.post("/v1/completions", {"model": "tiny", "prompt": "unlucky", "max_tokens": 8})
+    assert status == 500
+    assert "injected" not in body.decode()
+    assert read_stream(server, "after ", 30) == offline_text(offline, "after ", 30)
+    assert server.get("/health")[0] == 200
+    assert server.metric("quire_failed_steps_total") >= 1
+    server.wait_idle(5)
+
+
+def test_a_step_that_fails_on_the_device_is_computed_again(faulty, offline):
+    server, file = faulty
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        starts = [threading.Event() for _ in range(3)]
+        runs = [pool.submit(read_stream, server, f"again {i} ", 900, starts[i]) for i in range(3)]
+        assert all(start.wait(30) for start in starts)
+        file.write_text("lose")
+        assert [run.result() for run in runs] == [offline_text(offline, f"again {i} ", 900) for i in range(3)]
+    assert not file.exists()
+    server.wait_idle(5)
+
+
+def test_a_step_that_hangs_makes_health_false_within_ten_seconds_and_life_stays(faulty):
+    """Last of its module: nothing wakes this server again."""
+    server, file = faulty
+    file.write_text("hang")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: server.post("/v1/completions", {"model": "tiny", "prompt": "stuck", "timeout": 30}))
+        begin = time.monotonic()
+        while server.get("/health")[0] == 200:
+            assert time.monotonic() - begin < 11
+            time.sleep(0.1)
+        assert [server.get(path)[0] for path in ("/livez", "/readyz", "/metrics")] == [200, 503, 200]
+        assert server.post("/v1/completions", {"model": "tiny", "prompt": "x"})[0] == 503
+        server.kill()
+
+
+def test_health_stays_true_while_every_row_is_busy(server):
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        runs = [pool.submit(read_stream, server, f"busy {i} ", 1200) for i in range(16)]
+        while not all(run.done() for run in runs):
+            assert server.get("/health")[0] == 200
+            time.sleep(0.05)
