@@ -25,3 +25,12 @@ def smollm2_gguf() -> Path:
         ["bash", str(ROOT / ".ci" / "model")], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout.split()
     return Path(lines[-1])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--soak-seconds", type=float, default=60.0, help="how long the streams of test_soak run")
+
+
+@pytest.fixture
+def soak_seconds(request: pytest.FixtureRequest) -> float:
+    return request.config.getoption("--soak-seconds")

@@ -5,13 +5,14 @@ JSON. What a number is measured against runs beside us in the same minute: the b
 its own (see `Peer`).
 """
 
+import asyncio
 import csv
 import json
 import shlex
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from quire import load
 from quire.device.bare import BareLoop
 from quire.llm import LLM
 from quire.request import Request, SamplingParams
@@ -208,6 +210,54 @@ def serve(llm: LLM, *, trace: Path, requests: int, scale: float, rate: float, se
     result: Result = {"kind": "serve", "requests": requests, "scale": scale, "rate": rate, "seconds": took}
     result |= {"tokens_per_s": tokens / took, "prompt_tokens_per_s": sum(a[1] for a in arrivals) / took}
     yield result | _quantiles("first_token_s", first) | _quantiles("inter_token_s", between)
+
+
+def serve_url(
+    url: str,
+    *,
+    key: str | None,
+    rows: Sequence[int],
+    prompt_len: int,
+    new_tokens: int,
+    requests: int,
+    trace: Path | None,
+    scale: float,
+    rate: float,
+) -> Iterator[Result]:
+    """The same against a server: so many streams at once, or when a trace says. The client's own time is told."""
+    model = asyncio.run(load.get(url, "/models", key))["data"][0]
+    rng = np.random.default_rng(0)
+
+    def body(prompt_len: int, new_tokens: int) -> dict[str, Any]:
+        vocab_size = model.get("vocab_size", 1000)
+        prompt = rng.integers(vocab_size // 100, vocab_size, size=prompt_len).tolist()
+        return {"model": model["id"], "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+
+    if trace is not None:
+        arrivals = _read_trace(trace, requests, scale, rate, model.get("max_model_len", 2048))
+        bodies = [(at, body(*lengths)) for at, *lengths in arrivals]
+        result: Result = {"kind": "serve", "requests": requests, "scale": scale, "rate": rate}
+        yield result | _replies(lambda: load.at_times(url, bodies, key))
+        return
+    for num in rows:
+        asked = [body(prompt_len, new_tokens) for _ in range(max(requests, num))]
+        yield {"kind": "serve", "rows": num, "requests": len(asked)} | _replies(
+            lambda asked=asked, num=num: load.at_once(url, asked, num, key)
+        )
+
+
+def _replies(run: Callable[[], Coroutine[Any, Any, list[load.Reply]]]) -> Result:
+    cpu, start = time.process_time(), time.perf_counter()
+    replies = asyncio.run(run())
+    took, cpu = time.perf_counter() - start, time.process_time() - cpu
+    good = [reply for reply in replies if reply.is_complete and reply.times]
+    if not good:
+        raise ValueError(f"no request was answered; the first said {replies[0].status}: {replies[0].error}")
+    between = [reply.seconds_per_token for reply in good if reply.seconds_per_token is not None]
+    result: Result = {"seconds": took, "answered": len(good), "refused": sum(r.status == 429 for r in replies)}
+    result |= {"tokens_per_s": sum(reply.num_tokens for reply in good) / took, "client_cpu_s": cpu}
+    result |= _quantiles("first_token_s", [reply.seconds_to_first for reply in good])
+    return result | (_quantiles("inter_token_s", between) if between else {})
 
 
 def _read_trace(

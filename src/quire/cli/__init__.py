@@ -113,7 +113,8 @@ def _bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     }
     listed = ", ".join(f"{kind} ({text})" for kind, text in kinds.items())
     parser.add_argument("kind", metavar="KIND", choices=list(kinds), help=listed)
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    text = "a folder, a GGUF file, or org/name@commit on the hub; not with --url"
+    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
     group = parser.add_argument_group("measurement")
     group.add_argument("--rows", type=_numbers, default=[8, 32, 64], metavar="N,...", help="sequences (8,32,64)")
     group.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of each prompt (64)")
@@ -123,6 +124,8 @@ def _bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     group.add_argument("--against", metavar="WHAT", help="bare, or the command of a peer (see bench/peers)")
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="for throughput (0)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="for throughput (1)")
+    group.add_argument("--url", metavar="URL", help="for serve: a server, such as http://127.0.0.1:8000/v1")
+    group.add_argument("--api-key", metavar="KEY", help="for --url; or from QUIRE_API_KEY")
     group.add_argument("--trace", metavar="FILE", help="for serve: a CSV of arrivals, as in bench/traces")
     group.add_argument("--requests", type=int, default=64, metavar="N", help="for serve: the trace's first N (64)")
     group.add_argument("--rate", type=float, default=1.0, metavar="R", help="for serve: requests a second (1)")

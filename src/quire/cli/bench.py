@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,16 +18,39 @@ def run(args: argparse.Namespace) -> int:
     for name, low in (("repeats", 1), ("prompt_len", 1), ("new_tokens", 2 if args.kind == "latency" else 1)):
         if getattr(args, name) < low:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {low}")
+    if args.url is not None and args.kind != "serve":
+        raise ValueError(f"--url is for serve, not for {args.kind}")
+    if args.url is not None:
+        return _print(args, _measure_url(args))
+    if args.model is None:
+        raise ValueError(f"{args.kind} needs MODEL, a folder, a GGUF file or org/name@commit")
     if args.kind == "serve" and args.trace is None:
         raise ValueError("serve needs --trace FILE, a CSV of arrivals such as bench/traces/azure_conv_2023.csv")
     with LLM(args.model, quiet=args.json == "-", **_knobs(args)) as llm:
-        results = _measure(args, llm)
-        if args.json in (None, "-"):
-            _write(results, sys.stdout, as_json=args.json is not None)
-        else:
-            with open(args.json, "w") as file:
-                _write(results, file, as_json=True)
+        return _print(args, _measure(args, llm))
+
+
+def _print(args: argparse.Namespace, results: Iterator[Result]) -> int:
+    if args.json in (None, "-"):
+        _write(results, sys.stdout, as_json=args.json is not None)
+    else:
+        with open(args.json, "w") as file:
+            _write(results, file, as_json=True)
     return 0
+
+
+def _measure_url(args: argparse.Namespace) -> Iterator[Result]:
+    return bench.serve_url(
+        args.url,
+        key=args.api_key or os.environ.get("QUIRE_API_KEY"),
+        rows=args.rows,
+        prompt_len=args.prompt_len,
+        new_tokens=args.new_tokens,
+        requests=args.requests,
+        trace=None if args.trace is None else Path(args.trace),
+        scale=args.scale,
+        rate=args.rate,
+    )
 
 
 def _measure(args: argparse.Namespace, llm: LLM) -> Iterator[Result]:

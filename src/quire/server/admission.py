@@ -54,11 +54,15 @@ class Admission:
         """Tokens they may come to, prompts and answers."""
         return self._num_tokens
 
-    def arrive(self, request_id: str, num_sequences: int, prompt_len: int, max_tokens: int) -> None:
-        """Count a request in, or raise OverloadError."""
-        num_tokens = prompt_len + num_sequences * max_tokens
+    def check_room(self) -> None:
+        """Raise OverloadError if not even an empty request would be taken: before a prompt is read."""
         if len(self._waiting) >= self.max_requests:
             self._reject(f"{len(self._waiting)} requests wait, at most {self.max_requests} may")
+
+    def arrive(self, request_id: str, num_sequences: int, prompt_len: int, max_tokens: int) -> None:
+        """Count a request in, or raise OverloadError."""
+        self.check_room()
+        num_tokens = prompt_len + num_sequences * max_tokens
         # One that is larger than the whole queue waits alone: else it would never be taken.
         if self._waiting and self._num_tokens + num_tokens > self.max_tokens:
             self._reject(
