@@ -13,7 +13,9 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-READY = re.compile(r"ready on (http://\S+)/v1")
+PYTHON = [sys.executable, *["-O"] * sys.flags.optimize]
+"""As the tests themselves run."""
+READY = re.compile(r"ready on (http://\S+)/v1(?: and grpc://(\S+);)?")
 START_TIMEOUT_S = 120
 SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
 """Few and small programs."""
@@ -23,7 +25,7 @@ class Server:
     """One `quire serve`."""
 
     def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None, launcher: list[str] | None = None):
-        command = launcher or [sys.executable, "-m", "quire", "serve"]
+        command = launcher or [*PYTHON, "-m", "quire", "serve"]
         self.process = subprocess.Popen(
             [*command, str(model), "--port", "0", *flags],
             stderr=subprocess.PIPE,
@@ -32,6 +34,7 @@ class Server:
         )
         self.lines: list[str] = []
         self.url = ""
+        self.grpc = ""
         self._is_ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -41,7 +44,7 @@ class Server:
         for line in self.process.stderr:
             self.lines.append(line)
             if found := READY.search(line):
-                self.url = found[1]
+                self.url, self.grpc = found[1], found[2] or ""
                 self._is_ready.set()
         self._is_ready.set()
 

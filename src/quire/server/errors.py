@@ -4,10 +4,13 @@ import re
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
 
 from quire.server.admission import OverloadError
 from quire.server.bridge import StreamError, UnavailableError
 
+MAX_MESSAGE_LEN = 1000
+"""Characters; a longer one quotes too much of the request."""
 STATUS_OF_REASON = {"deadline": 408, "cancelled": 499, "error": 500}
 _REQUEST = re.compile(r"^request \S+: ")
 _FIELD = re.compile(r"^(?:a )?([a-z_]+)(?:\[[^\]]*\])?(?:=| has | holds | of | token )")
@@ -38,7 +41,8 @@ class ApiError(Exception):
         """What the client reads."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        message, param = _shortened(self.message), self.param and _shortened(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -49,6 +53,10 @@ def as_api_error(error: Exception) -> ApiError:
         return _invalid(str(error))
     if isinstance(error, msgspec.DecodeError):
         return ApiError(400, f"the body is not JSON: {error}", code="invalid_json")
+    if isinstance(error, RecursionError):
+        return ApiError(400, "the body is nested too deeply", code="invalid_json")
+    if isinstance(error, ClientDisconnect):
+        return ApiError(499, "the client is gone", code="cancelled")
     if isinstance(error, OverloadError):
         headers = {"Retry-After": str(error.retry_after_s)}
         return ApiError(429, str(error), code="overloaded", headers=headers)
@@ -62,6 +70,10 @@ def as_api_error(error: Exception) -> ApiError:
         code = "context_length_exceeded" if "max_model_len" in message else "invalid_value"
         return ApiError(400, message, param=field[1] if field else None, code=code)
     return ApiError(500, "internal error", code="internal")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE_LEN else text[:MAX_MESSAGE_LEN] + "..."
 
 
 def _invalid(message: str) -> ApiError:

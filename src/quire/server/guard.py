@@ -19,6 +19,10 @@ from quire.server.service import Caller
 PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics"})
 """Routes that need no key."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+ONCE = frozenset(
+    {"authorization", "content-encoding", "content-length", "content-type", "host", "origin", "transfer-encoding"}
+)
+"""Headers that mean something here; of one that is there twice, another reader might take the other."""
 
 _log = logging.getLogger("quire.access")
 
@@ -78,8 +82,8 @@ class Guard:
         if not len(self._keys):
             # Anybody on this machine may ask, but not a web page that happens to be open on it.
             origin = headers.get("origin")
-            names = [urlsplit(f"//{headers.get('host', '')}").hostname]
-            names += [urlsplit(origin).hostname] if origin is not None else []
+            names = [_host_name(f"//{headers.get('host', '')}")]
+            names += [_host_name(origin)] if origin is not None else []
             if not LOCAL_NAMES.issuperset(names):
                 raise ApiError(403, "this server has no key and answers its own machine only", code="not_local")
             return Caller()
@@ -112,7 +116,7 @@ class _Body:
             message = await asyncio.wait_for(self._receive(), max(self._deadline - time.monotonic(), 0.001))
         except TimeoutError:
             message = f"the body took more than {self._config.read_timeout_s} s"
-            raise ApiError(408, message, code="slow_body", headers={"Connection": "close"}) from None
+            raise ApiError(408, message, code="slow_body") from None
         self._num_bytes += len(message.get("body", b""))
         if self._num_bytes > self._config.max_body_bytes:
             raise _too_large(self._config)
@@ -122,24 +126,37 @@ class _Body:
 
 def _too_large(config: ServerConfig) -> ApiError:
     message = f"the body is larger than {config.max_body_bytes:,} bytes"
-    return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+    return ApiError(413, message, code="body_too_large")
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By lower-case name; of one that is there twice, nothing good is assumed."""
+    """By lower-case name. What can be read in two ways is refused, and nothing after it is read."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name = raw_name.decode("latin-1").lower()
-        if name in headers and name in ("authorization", "content-length", "content-type", "host"):
-            raise ApiError(400, f"the header {name} is there twice", code="repeated_header")
+        if name in headers and name in ONCE:
+            raise _ambiguous(f"the header {name} is there twice")
         headers[name] = raw_value.decode("latin-1")
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise _ambiguous("content-length and transfer-encoding exclude each other")
     return headers
 
 
+def _ambiguous(message: str) -> ApiError:
+    return ApiError(400, message, code="ambiguous_request", headers={"Connection": "close"})
+
+
+def _host_name(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
+
+
 def _known(scope: Scope) -> str:
-    """The path for the log, if it is one of ours: others may carry anything."""
-    path = scope["path"]
-    return path if path in PUBLIC or path.startswith(("/v1/", "/tokenize", "/detokenize", "/debug")) else "other"
+    """The route for the log, if it got to one: a path may carry anything."""
+    route = scope.get("route")
+    return route.path if route is not None else "none"
 
 
 async def _refuse(error: ApiError, send: Send) -> None:

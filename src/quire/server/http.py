@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -52,7 +53,10 @@ class Api:
             Route("/version", self.version),
             Route("/openapi.json", self.openapi),
         ]
-        kinds = (ApiError, OverloadError, UnavailableError, StreamError, ValueError, Exception)
+        kinds = (
+            ApiError, OverloadError, UnavailableError, StreamError, ClientDisconnect, RecursionError, ValueError,
+            Exception,
+        )  # fmt: skip
         handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False

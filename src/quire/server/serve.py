@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import time
@@ -11,12 +12,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.llm import LLM
 from quire.server.admission import Admission
 from quire.server.bridge import Bridge
 from quire.server.config import ServerConfig
+from quire.server.connections import limited_protocol
 from quire.server.http import Api
 from quire.server.keys import Keys
 from quire.server.logs import set_up_logs
@@ -26,7 +27,8 @@ from quire.server.service import Service
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 30
 LISTEN_BACKLOG = 512
-FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+SPARE_FILES = LISTEN_BACKLOG + 256
+"""Beside those of connections: connections that are accepted to be refused, model files, libraries."""
 
 _log = logging.getLogger("quire.server")
 
@@ -43,12 +45,14 @@ async def serve(
     """Run until a signal says otherwise. `on_ready` is told where to reach it, and what fits."""
     check_exposure(config, keys, admin_keys)
     set_up_logs()
+    _allow_files(config.max_connections + SPARE_FILES)
     sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
     metrics = Metrics()
     admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
     bridge = Bridge(open_llm, admission, metrics)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_error)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stopping)
     loading = asyncio.create_task(bridge.start())
@@ -95,6 +99,21 @@ async def _drain(bridge: Bridge, config: ServerConfig) -> None:
         _log.warning("drain timeout", extra={"running": bridge.num_streams})
 
 
+def _log_loop_error(loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
+    """Without the objects that asyncio would show: they have addresses in them."""
+    _log.error(told["message"], exc_info=told.get("exception"))
+
+
+def _allow_files(count: int) -> None:
+    """As many open files as the system lets us have, up to what is needed: a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and count > hard:
+        _log.warning("fewer open files are allowed than max_connections needs", extra={"files": hard, "needed": count})
+        count = hard
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
+
+
 def _stop(stopping: asyncio.Event) -> None:
     if stopping.is_set():  # asked twice: at once
         os._exit(130)
@@ -138,41 +157,3 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Signals stay with whoever runs this server."""
         yield
-
-
-def limited_protocol(config: ServerConfig) -> type[H11Protocol]:
-    """Connections of uvicorn's, but so many of them, and with so much time for a request's head."""
-    open_connections: set[Any] = set()
-
-    class Limited(H11Protocol):
-        def connection_made(self, transport: Any) -> None:
-            if len(open_connections) >= config.max_connections:
-                transport.write(FULL)
-                transport.close()
-                self._refused = True
-                return
-            self._refused = False
-            open_connections.add(self)
-            super().connection_made(transport)
-            self._head_timer = asyncio.get_running_loop().call_later(config.read_timeout_s, self._check_head)
-
-        def _check_head(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            if self._refused:
-                return
-            open_connections.discard(self)
-            self._head_timer.cancel()
-            super().connection_lost(exc)
-
-        def data_received(self, data: bytes) -> None:
-            if not self._refused:
-                super().data_received(data)
-
-        def eof_received(self) -> None:
-            if not self._refused:
-                super().eof_received()
-
-    return Limited

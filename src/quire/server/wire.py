@@ -134,7 +134,7 @@ class ToolCall(Struct, kw_only=True):
     id: Annotated[str, Meta(max_length=256)]
     function: FunctionCall
     type: Literal["function"] = "function"
-    index: int | None = None
+    index: Annotated[int, Meta(ge=0, le=MAX_TOOLS)] | None = None
 
 
 class Message(Struct, kw_only=True):
