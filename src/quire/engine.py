@@ -32,7 +32,7 @@ from quire.device.memory import default_host_bytes, default_pool_bytes
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.request import Request, Sequence, TokenEvent, Version
-from quire.stats import EngineStats, Stopwatch
+from quire.stats import EngineStats, Progress, Stopwatch
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
 
@@ -172,7 +172,7 @@ class Engine:
         """Those with a sequence alive."""
         self._to_abort: deque[str] = deque()
         self._num_arrived = self._steps = self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
-        self._page_copies = self._rounds = 0
+        self._page_copies = self._rounds = self._rows = 0
         self._logged: EngineStats | None = None
         self._logged_at = 0.0
 
@@ -446,6 +446,12 @@ class Engine:
             timing=self._watch.read(),
         )
 
+    @property
+    def progress(self) -> Progress:
+        """The sums of `stats` that every step moves, without looking at any page."""
+        generated, timing = self._generated_tokens, self._watch.read()
+        return Progress(self._steps, self._rounds, self._rows, self._computed_tokens, generated, timing)
+
     @_owner_only
     def audit(self) -> None:
         """Check every page and every sequence; raises AuditError on the first broken invariant."""
@@ -462,6 +468,7 @@ class Engine:
         num_rounds = max((len(event.token_ids) for event in events), default=1)
         self._steps += 1
         self._rounds += num_rounds
+        self._rows += len(plan.rows)
         self._computed_tokens += plan.num_tokens
         if num_rounds > 1:
             self._computed_tokens += sum(len(event.token_ids) - 1 for event in events)

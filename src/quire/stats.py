@@ -34,6 +34,29 @@ class StepTiming:
         return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What all steps so far add up to; subtract an earlier reading for what came after it. Costs nothing to take."""
+
+    steps: int = 0
+    rounds: int = 0
+    rows: int = 0
+    """Rows of every step together."""
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    timing: StepTiming = StepTiming()
+
+    def __sub__(self, earlier: "Progress") -> "Progress":
+        return Progress(
+            self.steps - earlier.steps,
+            self.rounds - earlier.rounds,
+            self.rows - earlier.rows,
+            self.computed_tokens - earlier.computed_tokens,
+            self.generated_tokens - earlier.generated_tokens,
+            self.timing - earlier.timing,
+        )
+
+
 class Stopwatch:
     """Adds the time since it was last looked at to one part of a step."""
 

@@ -1,11 +1,15 @@
 """Every page at a glance: who holds it, how full it is, by what name the prefix cache knows it."""
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import chain, cycle
 from string import ascii_lowercase
 from typing import NamedTuple
 
+import numpy as np
+
+from quire.core.pages import PageAllocator
 from quire.core.scheduler import Scheduler
 from quire.request import Sequence
 
@@ -100,6 +104,76 @@ def page_map(scheduler: Scheduler) -> PageMap:
             for page in range(tables.host.num_pages)
         ]
     return PageMap(pages, size)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSight:
+    """A sequence as others may see it: what it is doing, and its page table; nothing of what it says."""
+
+    request_id: str
+    index: int
+    state: str
+    prompt_len: int
+    num_output: int
+    max_tokens: int
+    num_computed: int
+    num_cached_tokens: int
+    preemptions: int
+    pages: bytes
+    """32-bit page ids, of the host's pages while it is swapped."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSight:
+    """What a page map is made of, in the form that is quickest to take: for who draws it beside a running engine."""
+
+    page_size: int
+    refcounts: np.ndarray
+    host_refcounts: np.ndarray
+    idle: np.ndarray
+    """Pages that only the prefix cache holds; the next to be evicted first."""
+    sequences: list[SequenceSight]
+    """Running, swapped and waiting; of those that wait, as many as were asked for."""
+    num_waiting: int
+
+
+def look(scheduler: Scheduler, most_waiting: int) -> PoolSight:
+    """Copy what a page map is made of. Linear in running and swapped sequences, a memory copy in pages."""
+    tables = scheduler.tables
+    cache = tables.prefix_cache
+    sequences = [_sight(sequence, sequence.pages) for sequence in scheduler.running]
+    listed = 0
+    for sequence in chain(scheduler.waiting, *scheduler.unborn.values()):
+        if sequence.host_pages or listed < most_waiting:
+            listed += not sequence.host_pages
+            sequences.append(_sight(sequence, sequence.host_pages))
+    return PoolSight(
+        page_size=tables.page_size,
+        refcounts=_refcounts(tables.allocator),
+        host_refcounts=_refcounts(tables.host),
+        idle=np.fromiter(cache.idle_pages if cache else (), np.int32),
+        sequences=sequences,
+        num_waiting=scheduler.num_waiting,
+    )
+
+
+def _sight(sequence: Sequence, pages: array) -> SequenceSight:
+    return SequenceSight(
+        sequence.request.id,
+        sequence.index,
+        str(sequence.state),
+        sequence.prompt_len,
+        sequence.num_output,
+        sequence.max_tokens,
+        sequence.num_computed,
+        sequence.num_cached_tokens,
+        sequence.preemptions,
+        pages.tobytes(),
+    )
+
+
+def _refcounts(allocator: PageAllocator | None) -> np.ndarray:
+    return allocator.refcounts.copy() if allocator else np.zeros(0, np.int32)
 
 
 def _owners(tables: list, size: int) -> tuple[dict[int, list[str]], dict[int, int]]:

@@ -51,6 +51,11 @@ class PrefixCache:
         """Every page known here."""
         return self._hash_of.keys()
 
+    @property
+    def idle_pages(self) -> Iterable[int]:
+        """Pages that nobody else holds; the next to be evicted first."""
+        return self._idle.keys()
+
     def hash_of(self, page: int) -> bytes | None:
         """The name a page is known by."""
         return self._hash_of.get(page)

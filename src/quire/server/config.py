@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from quire.config import check_whole
 
@@ -31,6 +32,7 @@ class ServerConfig:
     write_timeout_s: int = _knob(60, "seconds a client may leave its stream unread before it ends")
     request_timeout_s: int = _knob(3600, "seconds a request may take; clients may ask for less")
     drain_timeout_s: int = _knob(300, "seconds that running requests have to finish after SIGTERM")
+    otlp_endpoint: str | None = _knob(None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318")
 
     def __post_init__(self) -> None:
         for name in ("port", "grpc_port", "admin_port"):
@@ -43,6 +45,10 @@ class ServerConfig:
             check_whole(name, getattr(self, name), 1, 1 << 40)
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host={self.host!r} must be an address or a name")
+        if self.otlp_endpoint is not None:
+            url = urlsplit(self.otlp_endpoint)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(f"otlp_endpoint={self.otlp_endpoint!r} must be an http or https URL")
 
     @property
     def is_local(self) -> bool:

@@ -81,6 +81,8 @@ class Api:
         limit = float(self.config.request_timeout_s)
         timeout_s = limit if asked.timeout_s is None else min(asked.timeout_s, limit)
         streams = self.service.submit(asked.requests, timeout_s, grammar)
+        for stream in streams:
+            stream.traceparent = request.headers.get("traceparent")
         if asked.stream:
             return EventStream(asked, streams, self.service, self.config.write_timeout_s)
         gone = asyncio.create_task(_until_gone(request.receive))
