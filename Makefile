@@ -1,5 +1,5 @@
 # What CI runs, and the pieces of it.
-.PHONY: check fast format lock
+.PHONY: check fast format lock proto
 
 check:  ## everything CI runs
 	.ci/run
@@ -15,3 +15,7 @@ format: ## put the code in shape
 lock:   ## pin what pyproject.toml asks for
 	.ci/dev-env
 	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
+
+proto:  ## what src/quire/server/proto/quire.proto says, in Python
+	.ci/dev-env
+	cd src && ../.venv/bin/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. quire/server/proto/quire.proto

@@ -163,12 +163,17 @@ class CompletionAnswer(Answer):
         }
 
 
-async def read_completion(service: Service, asked: wire.CompletionRequest, caller: Caller) -> Asked:
-    """The requests of a completion: one for each prompt."""
+async def read_completion(
+    service: Service, asked: wire.CompletionRequest, caller: Caller, *, default_max_tokens: int | None = 16
+) -> Asked:
+    """The requests of a completion: one for each prompt. OpenAI's default is 16 tokens; None is as many as fit."""
     prompts = await _prompts(service, asked.prompt)
     scored = asked.echo and asked.logprobs is not None
     params = _sampling(
-        asked, logprobs=asked.logprobs, prompt_logprobs=asked.prompt_logprobs or scored, default_max_tokens=16
+        asked,
+        logprobs=asked.logprobs,
+        prompt_logprobs=asked.prompt_logprobs or scored,
+        default_max_tokens=default_max_tokens,
     )
     answer = CompletionAnswer(service, asked, prompts)
     return _asked(service, asked, caller, answer, prompts, params, structured=_structured(asked.structured_outputs))

@@ -30,9 +30,8 @@ _log = logging.getLogger("quire.access")
 class Guard:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str] = PUBLIC) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig) -> None:
         self._app = app
-        self._public = public
         self._keys = keys
         self._config = config
 
@@ -68,7 +67,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
         """Who asks; raises if nobody who may."""
-        caller = Caller() if scope["path"] in self._public else self._authenticate(headers)
+        caller = Caller() if scope["path"] in PUBLIC else self._authenticate(headers)
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
@@ -88,8 +87,7 @@ class Guard:
             if not LOCAL_NAMES.issuperset(names):
                 raise ApiError(403, "this server has no key and answers its own machine only", code="not_local")
             return Caller()
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        tenant = self._keys.find(key.strip()) if scheme.lower() == "bearer" else None
+        tenant = self._keys.find_bearer(headers.get("authorization", ""))
         if tenant is None:
             raise ApiError(
                 401,

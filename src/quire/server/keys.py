@@ -49,6 +49,11 @@ class Keys:
                 found = good
         return None if found is None else hashlib.sha256(b"quire tenant" + found).hexdigest()[:32]
 
+    def find_bearer(self, authorization: str) -> str | None:
+        """The same for what a client sends: `Bearer KEY`."""
+        scheme, _, key = authorization.partition(" ")
+        return self.find(key.strip()) if scheme.lower() == "bearer" else None
+
 
 def _hash_of(where: str, key: str) -> bytes:
     if hashed := _HASH.fullmatch(key):

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
@@ -18,14 +18,14 @@ from quire.server.admission import Admission
 from quire.server.bridge import Bridge
 from quire.server.config import ServerConfig
 from quire.server.connections import limited_protocol
-from quire.server.debug import Admin
 from quire.server.http import Api
 from quire.server.keys import Keys
 from quire.server.logs import set_up_logs
 from quire.server.metrics import Metrics
 from quire.server.service import Service
-from quire.server.telemetry import Telemetry
-from quire.server.trace_log import TraceLog
+
+if TYPE_CHECKING:
+    from quire.server.grpc_server import GrpcServer
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 30
@@ -48,16 +48,13 @@ async def serve(
     """Run until a signal says otherwise. `on_ready` is told where to reach it, and what fits."""
     check_exposure(config, keys, admin_keys)
     set_up_logs()
-    _allow_files(config.max_connections + SPARE_FILES)
+    num_ports = 1 if config.grpc_port is None else 2
+    _allow_files(num_ports * config.max_connections + SPARE_FILES)
     sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
-    admin_sockets = [] if config.admin_port is None else [_listen("127.0.0.1", config.admin_port)]
-    model_name = config.served_model_name or model_name
+    rpc = _grpc_server(config, keys)
     metrics = Metrics()
-    trace_log = TraceLog() if admin_sockets else None
-    telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
     admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-    observers = [one for one in (metrics, trace_log, telemetry) if one is not None]
-    bridge = Bridge(open_llm, admission, *observers)
+    bridge = Bridge(open_llm, admission, metrics)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
@@ -69,17 +66,16 @@ async def serve(
     if not loading.done():
         os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
     loading.result()
-    service = Service(bridge, model_name, int(time.time()))
-    metrics.watch(bridge, model_name)
+    metrics.watch(bridge)
+    service = Service(bridge, config.served_model_name or model_name, int(time.time()))
     server = _Server(Api(service, config, metrics).app(keys), config)
     running = asyncio.create_task(server.serve(sockets))
-    admin, admin_running = None, None
-    if trace_log:
-        admin = _Server(Admin(service, config, trace_log).app(admin_keys), config)
-        admin_running = asyncio.create_task(admin.serve(admin_sockets))
-        on_ready(f"quire: to look inside, http://127.0.0.1:{admin_sockets[0].getsockname()[1]}/debug")
     host, port = sockets[0].getsockname()[:2]
-    on_ready(f"quire: ready on http://{f'[{host}]' if ':' in host else host}:{port}/v1; {bridge.llm.engine.capacity}")
+    where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+    if rpc:
+        await rpc.start(service)
+        where += f" and grpc://{rpc.address}"
+    on_ready(f"quire: ready on {where}; {bridge.llm.engine.capacity}")
     try:
         await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
         await _drain(bridge, config)
@@ -87,13 +83,10 @@ async def serve(
         bridge.end_all()  # before the connections are closed: their clients are told
         server.should_exit = True
         await running
+        if rpc:
+            await rpc.stop()
         await bridge.stop()
-        if admin and admin_running:
-            admin.should_exit = True
-            await admin_running
         service.close()
-        if telemetry:
-            await asyncio.to_thread(telemetry.close)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
@@ -105,6 +98,15 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
         )
     if config.admin_port is not None and not len(admin_keys):
         raise ValueError("--admin-port needs --admin-key or QUIRE_ADMIN_KEY: what it does is not for everybody")
+
+
+def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":
+    if config.grpc_port is None:
+        return None
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no JSON, and clients can bring them about
+    from quire.server.grpc_server import GrpcServer
+
+    return GrpcServer(config, keys)
 
 
 async def _drain(bridge: Bridge, config: ServerConfig) -> None:
