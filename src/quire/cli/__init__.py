@@ -3,11 +3,14 @@
 import argparse
 import dataclasses
 import logging
+import shutil
 import sys
 import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
+
+import shtab
 
 from quire import __version__
 from quire.config import EngineConfig
@@ -16,14 +19,7 @@ from quire.server.config import ServerConfig
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; errors that a person can mend are one line, without a traceback."""
-    parser = argparse.ArgumentParser(prog="quire", description="Language models on a paged KV cache, in JAX.")
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _generate_parser(commands)
-    _chat_parser(commands)
-    _serve_parser(commands)
-    _bench_parser(commands)
-    commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
+    parser = build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("quire").setLevel(logging.INFO)
@@ -35,6 +31,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every command and flag there is."""
+    parser = _Parser(prog="quire", description="Language models on a paged KV cache, in JAX.")
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    shtab.add_argument_to(parser, help="print what makes a shell complete these commands, and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _generate_parser(commands)
+    _chat_parser(commands)
+    _serve_parser(commands)
+    _bench_parser(commands)
+    commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Help that fits on a screen: flags that few need are shown by --help-all."""
+
+    def __init__(self, **how: typing.Any) -> None:
+        super().__init__(**how, formatter_class=_Wide)
+
+    def hide(self) -> None:
+        """Offer --help-all, and a usage without every flag."""
+        positionals = [str(action.metavar) for action in self._actions if not action.option_strings]
+        self.usage = f"{self.prog} [options] {' '.join(positionals)}"
+        self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show the flags for experts too, and exit")
+
+
+class _Wide(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=min(shutil.get_terminal_size().columns, 118))
+
+
+class _HelpAll(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for action in parser._actions:
+            action.help = getattr(action, "hidden_help", action.help)
+        parser.print_help()
+        parser.exit()
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -59,7 +95,7 @@ def _run(args: argparse.Namespace) -> int:
     return chat.run(args)
 
 
-def _generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _generate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
     parser.add_argument(
@@ -70,7 +106,7 @@ def _generate_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPars
     _engine_flags(parser, max_num_seqs=None)
 
 
-def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends an answer, Ctrl-D the chat."
     )
@@ -80,7 +116,7 @@ def _chat_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     _engine_flags(parser, max_num_seqs=4)
 
 
-def _serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "serve",
         help="answer over HTTP and gRPC",
@@ -94,11 +130,11 @@ def _serve_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
     text = "who may administer; or from QUIRE_ADMIN_KEY"
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)
-    _flags(group, group, ServerConfig)
+    _flags(group, parser.add_argument_group("server, for experts"), ServerConfig)
     _engine_flags(parser)
 
 
-def _bench_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "bench", help="measure speed", description="Measure speed, with its noise. Compare only within one run."
     )
@@ -161,11 +197,12 @@ def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, 
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
 
 
-def _engine_flags(parser: argparse.ArgumentParser, **defaults: object) -> None:
+def _engine_flags(parser: _Parser, **defaults: object) -> None:
     """One flag for each field of EngineConfig."""
     _flags(
         parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts"), EngineConfig, **defaults
     )
+    parser.hide()
 
 
 def _flags(
@@ -178,11 +215,14 @@ def _flags(
         default = defaults.get(field.name, field.default)
         if field.type is bool:
             switch = "store_true" if default is False else argparse.BooleanOptionalAction
-            group.add_argument(flag, action=switch, default=default, help=text)
+            action = group.add_argument(flag, action=switch, default=default, help=text)
         else:
             kind = _plain(field.type)
             shown = text if default is None else f"{text} ({default})"
-            group.add_argument(flag, type=kind, default=default, metavar="N" if kind is int else "NAME", help=shown)
+            metavar = "N" if kind is int else "NAME"
+            action = group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
+        if group is expert:
+            action.hidden_help, action.help = action.help, argparse.SUPPRESS  # pyright: ignore
 
 
 def _plain(annotation: typing.Any) -> type:

@@ -11,8 +11,8 @@ from quire.config import check_whole
 MAX_PORT = 65_535
 
 
-def _knob(default: Any, text: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text})
+def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text, "expert": expert})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,13 +26,15 @@ class ServerConfig:
     served_model_name: str | None = _knob(None, "what clients call the model; by default the name of its file")
     max_queued_requests: int = _knob(256, "requests that may wait; more are told to come again")
     max_queued_tokens: int = _knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
-    max_connections: int = _knob(1024, "open connections; more are closed at once")
-    max_body_bytes: int = _knob(8 << 20, "of one request")
-    read_timeout_s: int = _knob(20, "seconds a client may take to send a request")
-    write_timeout_s: int = _knob(60, "seconds a client may leave its stream unread before it ends")
-    request_timeout_s: int = _knob(3600, "seconds a request may take; clients may ask for less")
-    drain_timeout_s: int = _knob(300, "seconds that running requests have to finish after SIGTERM")
-    otlp_endpoint: str | None = _knob(None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318")
+    max_connections: int = _knob(1024, "open connections; more are closed at once", expert=True)
+    max_body_bytes: int = _knob(8 << 20, "of one request", expert=True)
+    read_timeout_s: int = _knob(20, "seconds a client may take to send a request", expert=True)
+    write_timeout_s: int = _knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
+    request_timeout_s: int = _knob(3600, "seconds a request may take; clients may ask for less", expert=True)
+    drain_timeout_s: int = _knob(300, "seconds that running requests have to finish after SIGTERM", expert=True)
+    otlp_endpoint: str | None = _knob(
+        None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318", expert=True
+    )
 
     def __post_init__(self) -> None:
         for name in ("port", "grpc_port", "admin_port"):
