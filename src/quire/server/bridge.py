@@ -89,6 +89,10 @@ class Stream:
         self.num_unfinished = request.params.n
         """Sequences whose end has not been handed over; this and the sequences belong to the engine's thread."""
         self.is_cancelled = False
+        self.traceparent: str | None = None
+        """What the client calls the trace that this is a part of."""
+        self.token_times: dict[int, float] = {}
+        """When the last tokens of each sequence came."""
         self._bridge = bridge
         self._num_alive = request.params.n
         self._pending: dict[int, Update] = {}
@@ -131,27 +135,31 @@ class Stream:
 
 
 class Observer(Protocol):
-    """Who is told what happens, on the event loop."""
+    """Who is told what happens, on the event loop but for steps."""
 
-    def on_tokens(self, stream: Stream, now: float, count: int, /) -> None:
-        """So many tokens of a stream have come; its times are still those of the tokens before."""
+    def on_tokens(self, stream: Stream, index: int, now: float, count: int, /) -> None:
+        """So many tokens of a stream's sequence have come; its times are still those of the tokens before."""
         ...
 
     def on_end(self, stream: Stream, failure: str | None, /) -> None:
         """A stream is over; None for by itself."""
         ...
 
+    def on_step(self, engine: Engine, start: float, end: float, is_failed: bool, /) -> None:
+        """A step is over, on the engine's thread: what is done here, every token waits for."""
+        ...
+
 
 class Bridge:
     """Owns the engine's thread. All methods are for the event loop's thread, but for those that say otherwise."""
 
-    def __init__(self, open_llm: Callable[[], LLM], admission: Admission, observer: Observer) -> None:
+    def __init__(self, open_llm: Callable[[], LLM], admission: Admission, *observers: Observer) -> None:
         """`open_llm` is called on the engine's thread, which owns what it returns."""
         self.admission = admission
         self.llm: LLM
         self.num_failed_steps = 0
         self._open_llm = open_llm
-        self._observer = observer
+        self._observers = observers
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._idle = asyncio.Event()
@@ -213,6 +221,11 @@ class Bridge:
         """Requests that have not ended."""
         return len(self._streams)
 
+    @property
+    def streams(self) -> list[Stream]:
+        """Those."""
+        return list(self._streams.values())
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, *, timeout_s: float | None = None, grammar: Any = None) -> Stream:
@@ -241,6 +254,13 @@ class Bridge:
         if stream:
             self.cancel(stream)
         return stream is not None
+
+    def abort_all(self) -> int:
+        """Cancel every request and go on; returns how many there were."""
+        streams = self.streams
+        for stream in streams:
+            self.cancel(stream)
+        return len(streams)
 
     async def call[T](self, function: Callable[[Engine], T], timeout_s: float = STALLED_AFTER_S) -> T:
         """Run a function on the engine's thread between two steps."""
@@ -275,7 +295,8 @@ class Bridge:
             stream.fail(error)
         if not self._streams:
             self._idle.set()
-        self._observer.on_end(stream, error.reason if error else None)
+        for observer in self._observers:
+            observer.on_end(stream, error.reason if error else None)
 
     # -- what the engine's thread sends, on the event loop ------------------------------------------------------------
 
@@ -285,7 +306,9 @@ class Bridge:
             if stream.is_cancelled:
                 continue
             if update.token_ids:
-                self._observer.on_tokens(stream, now, len(update.token_ids))
+                for observer in self._observers:
+                    observer.on_tokens(stream, update.index, now, len(update.token_ids))
+                stream.token_times[update.index] = now
                 stream.times.first_token = stream.times.first_token or now
                 stream.times.last_token = now
             stream.receive(update)
@@ -323,13 +346,18 @@ class Bridge:
             raise
 
     def _step(self, engine: Engine) -> None:
+        start, is_failed = time.monotonic(), False
         try:
             self._events = engine.step(meanwhile=self._deliver)
         except Exception as error:
+            is_failed = True
             self.num_failed_steps += 1
             _log.error(f"a step failed: {type(error).__name__}: {error}")
             self._deliver()
             self._find_silent_ends(engine)
+        end = time.monotonic()
+        for observer in self._observers:
+            observer.on_step(engine, start, end, is_failed)
         if not engine.has_work:
             self._deliver()  # no other step will come to do it
 

@@ -30,8 +30,9 @@ _log = logging.getLogger("quire.access")
 class Guard:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str] = PUBLIC) -> None:
         self._app = app
+        self._public = public
         self._keys = keys
         self._config = config
 
@@ -67,7 +68,7 @@ class Guard:
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
         """Who asks; raises if nobody who may."""
-        caller = Caller() if scope["path"] in PUBLIC else self._authenticate(headers)
+        caller = Caller() if scope["path"] in self._public else self._authenticate(headers)
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")

@@ -18,11 +18,14 @@ from quire.server.admission import Admission
 from quire.server.bridge import Bridge
 from quire.server.config import ServerConfig
 from quire.server.connections import limited_protocol
+from quire.server.debug import Admin
 from quire.server.http import Api
 from quire.server.keys import Keys
 from quire.server.logs import set_up_logs
 from quire.server.metrics import Metrics
 from quire.server.service import Service
+from quire.server.telemetry import Telemetry
+from quire.server.trace_log import TraceLog
 
 if TYPE_CHECKING:
     from quire.server.grpc_server import GrpcServer
@@ -52,9 +55,14 @@ async def serve(
     _allow_files(num_ports * config.max_connections + SPARE_FILES)
     sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
     rpc = _grpc_server(config, keys)
+    admin_sockets = [] if config.admin_port is None else [_listen("127.0.0.1", config.admin_port)]
+    model_name = config.served_model_name or model_name
     metrics = Metrics()
+    trace_log = TraceLog() if admin_sockets else None
+    telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
     admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-    bridge = Bridge(open_llm, admission, metrics)
+    observers = [one for one in (metrics, trace_log, telemetry) if one is not None]
+    bridge = Bridge(open_llm, admission, *observers)
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_error)
@@ -66,10 +74,15 @@ async def serve(
     if not loading.done():
         os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
     loading.result()
-    metrics.watch(bridge)
-    service = Service(bridge, config.served_model_name or model_name, int(time.time()))
+    service = Service(bridge, model_name, int(time.time()))
+    metrics.watch(bridge, model_name)
     server = _Server(Api(service, config, metrics).app(keys), config)
     running = asyncio.create_task(server.serve(sockets))
+    admin, admin_running = None, None
+    if trace_log:
+        admin = _Server(Admin(service, config, trace_log).app(admin_keys), config)
+        admin_running = asyncio.create_task(admin.serve(admin_sockets))
+        on_ready(f"quire: to look inside, http://127.0.0.1:{admin_sockets[0].getsockname()[1]}/debug")
     host, port = sockets[0].getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
     if rpc:
@@ -86,7 +99,12 @@ async def serve(
         if rpc:
             await rpc.stop()
         await bridge.stop()
+        if admin and admin_running:
+            admin.should_exit = True
+            await admin_running
         service.close()
+        if telemetry:
+            await asyncio.to_thread(telemetry.close)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
