@@ -29,83 +29,99 @@ def tool_style(template: str) -> str | None:
 
 
 class ToolParser:
-    """Takes a sequence's text as it comes; gives back what is content and what are calls."""
+    """Takes a sequence's text as it comes; gives back what is content and what are calls.
+
+    Every character is looked at a bounded number of times, however long a call stays open.
+    """
 
     def __init__(self, style: str) -> None:
         self._style = style
-        self._held = ""
+        self._held: list[str] = []
+        """Of a call that may be under way, what follows its mark."""
+        self._tail = ""
+        """The end of the text, as far as it may be the beginning of a mark."""
+        self._is_open = style == "json"
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
         """More text: the content that is certain, and calls that are complete."""
-        self._held += text
-        if self._style == "hermes":
-            return self._feed_hermes()
-        if self._style == "mistral":
-            return self._release(OPENINGS["mistral"]), []
-        if self._style == "llama":
-            start = self._held.lstrip()
-            if start and not start.startswith("{") and not PYTHON_TAG.startswith(start[: len(PYTHON_TAG)]):
-                content, self._held = self._held, ""
-                self._style = "text"
-                return content, []
+        if self._style in OPENINGS:
+            return self._feed_marked(text)
         if self._style == "text":
-            content, self._held = self._held, ""
-            return content, []
+            return text, []
+        self._held.append(text)
+        if not self._is_open:
+            self._tail += text if self._tail else text.lstrip()
+            if self._tail.startswith(("{", PYTHON_TAG)):
+                self._is_open, self._tail = True, ""
+            elif not PYTHON_TAG.startswith(self._tail):
+                self._style, self._tail = "text", ""
+                return self._take_held(), []
         return "", []
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
         """The text has ended: what was held back, as what it turned out to be."""
-        held, self._held = self._held, ""
-        body = held.strip()
-        if self._style == "mistral" and body.startswith(OPENINGS["mistral"]):
-            body = body[len(OPENINGS["mistral"]) :]
-        elif self._style == "llama":
-            body = body.removeprefix(PYTHON_TAG)
-        elif self._style != "json":
-            return held, []
-        calls = self._read(body)
-        return ("", calls) if calls else (held, [])
+        held = self._take_held()
+        if self._style not in OPENINGS:
+            calls = self._read(held.strip().removeprefix(PYTHON_TAG)) if self._is_open else []
+            return ("", calls) if calls else (held, [])
+        calls = self._read(held) if self._is_open and self._style == "mistral" else []
+        content = (OPENINGS[self._style] if self._is_open else "") + held + self._tail
+        return ("", calls) if calls else (content, [])
 
-    def _feed_hermes(self) -> tuple[str, list[dict[str, Any]]]:
-        content, calls, opening = "", [], OPENINGS["hermes"]
-        while True:
-            content += self._release(opening)
-            if not self._held.startswith(opening):
-                return content, calls
-            body, closing, rest = self._held.partition(CLOSING)
-            if not closing:
-                return content, calls
-            found = self._read(body[len(opening) :])
-            calls += found
-            content += "" if found else body + closing
-            self._held = rest
+    def _feed_marked(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+        """Calls that stand between two marks, or behind one."""
+        text, at = self._tail + text, 0
+        content: list[str] = []
+        calls: list[dict[str, Any]] = []
+        while mark := self._next_mark:
+            found = text.find(mark, at)
+            if found < 0:
+                break
+            part, at = text[at:found], found + len(mark)
+            if self._is_open:
+                body = self._take_held() + part
+                new = self._read(body)
+                calls += new
+                content.append("" if new else OPENINGS[self._style] + body + mark)
+            else:
+                content.append(part)
+            self._is_open = not self._is_open
+        most = min(len(mark) - 1, len(text) - at)
+        kept = next((length for length in range(most, 0, -1) if text.endswith(mark[:length])), 0)
+        end = len(text) - kept
+        (self._held if self._is_open else content).append(text[at:end])
+        self._tail = text[end:]
+        return "".join(content), calls
 
-    def _release(self, mark: str) -> str:
-        """Text up to the mark, or up to what may be its beginning."""
-        at = self._held.find(mark)
-        if at < 0:
-            at = len(self._held)
-            for length in range(min(len(mark) - 1, len(self._held)), 0, -1):
-                if self._held.endswith(mark[:length]):
-                    at -= length
-                    break
-        content, self._held = self._held[:at], self._held[at:]
-        return content
+    @property
+    def _next_mark(self) -> str:
+        """What opens a call, or closes the one that is open; nothing closes Mistral's."""
+        if not self._is_open:
+            return OPENINGS[self._style]
+        return CLOSING if self._style == "hermes" else ""
+
+    def _take_held(self) -> str:
+        held = "".join(self._held)
+        self._held.clear()
+        return held
 
     def _read(self, text: str) -> list[dict[str, Any]]:
-        """The calls that a JSON text is; none if it is anything else."""
+        """The calls that a JSON text is; none if it is anything else, or nothing that can be sent."""
+        calls = []
         try:
             value = json.loads(text)
+            for entry in value if isinstance(value, list) else [value]:
+                arguments = entry.get("arguments", entry.get("parameters")) if isinstance(entry, dict) else None
+                if arguments is None or not isinstance(entry.get("name"), str):
+                    return []
+                shown = arguments
+                if not isinstance(arguments, str):
+                    shown = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+                (entry["name"] + shown).encode()  # raises for half of a surrogate pair
+                calls.append({"name": entry["name"], "arguments": shown})
         except (ValueError, RecursionError):
             return []
-        calls = []
-        for entry in value if isinstance(value, list) else [value]:
-            arguments = entry.get("arguments", entry.get("parameters")) if isinstance(entry, dict) else None
-            if arguments is None or not isinstance(entry.get("name"), str):
-                return []
-            shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-            calls.append({"name": entry["name"], "arguments": shown})
         if self.num_calls + len(calls) > MAX_CALLS:
             return []
         self.num_calls += len(calls)
