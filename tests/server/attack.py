@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from quire import SamplingParams
 from tests.server.process import Server
@@ -109,13 +110,22 @@ def _expected(offline) -> list[int]:
 # -- raw bytes --------------------------------------------------------------------------------------------------------
 
 
-def connect(server: Server, receive_buffer: int | None = None) -> socket.socket:
-    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+class Port(NamedTuple):
+    """One of a server's ports on loopback."""
+
+    port: int
+
+
+def connect(server: Server | Port, receive_buffer: int | None = None) -> socket.socket:
     client = socket.socket()
     if receive_buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     client.settimeout(20)
-    client.connect((host, int(port)))
+    try:
+        client.connect(("127.0.0.1", server.port))
+    except OSError:
+        client.close()
+        raise
     return client
 
 
@@ -142,7 +152,7 @@ def read_reply(client: socket.socket) -> tuple[int, bytes]:
         reply.close()
 
 
-def exchange(server: Server, data: bytes) -> tuple[int, bytes]:
+def exchange(server: Server | Port, data: bytes) -> tuple[int, bytes]:
     with connect(server) as client:
         with contextlib.suppress(ConnectionError):
             client.sendall(data)
@@ -178,7 +188,8 @@ def listening(server: Server) -> set[tuple[str, int]]:
                 packed = bytes.fromhex(address)
                 words = b"".join(packed[i : i + 4][::-1] for i in range(0, len(packed), 4))
                 family = socket.AF_INET if len(words) == 4 else socket.AF_INET6
-                found.add((socket.inet_ntop(family, words), int(port, 16)))
+                shown = socket.inet_ntop(family, words).removeprefix("::ffff:")  # IPv4 on a socket of both kinds
+                found.add((shown, int(port, 16)))
     return found
 
 

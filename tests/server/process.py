@@ -54,6 +54,18 @@ class Server:
             raise RuntimeError("the server did not start:\n" + "".join(self.lines[-20:]))
         return self
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def admin_port(self) -> int:
+        return int(re.search(r"to look inside, http://127\.0\.0\.1:(\d+)/debug", "".join(self.lines))[1])  # type: ignore[index]
+
+    @property
+    def grpc_port(self) -> int:
+        return int(self.grpc.rsplit(":", 1)[1])
+
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
         return self.ask("GET", path, None, **headers)
 

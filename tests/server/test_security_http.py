@@ -13,13 +13,14 @@ import pytest
 
 from quire.server import keys as keys_module
 from quire.server.config import ServerConfig
+from quire.server.debug import Admin
 from quire.server.http import Api
 from quire.server.keys import Keys
-from quire.server.metrics import Metrics
 from quire.server.serve import LISTEN_BACKLOG, check_exposure
 from tests.server.attack import (
     KEY,
     OTHER_KEY,
+    Port,
     bystander,
     connect,
     exchange,
@@ -37,7 +38,10 @@ WRITE_TIMEOUT_S = 2
 MAX_CONNECTIONS = 200
 MAX_BODY_BYTES = 1 << 20
 ASK = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
+ADMIN_KEY = "a-key-for-administrators"
 NEEDS_NO_KEY = {"/health", "/livez", "/readyz", "/metrics"}
+ADMIN_NEEDS_NO_KEY = {"/debug"}
+"""A page without any data."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +56,8 @@ def locked(tiny_folder, tmp_path_factory):
         "--max-body-bytes": MAX_BODY_BYTES,
     }
     flags = [str(part) for item in limits.items() for part in item]
-    with serving(tiny_folder, *SMALL, "--api-key-file", str(file), *flags) as running:
+    flags += ["--grpc-port", "0", "--admin-port", "0", "--admin-key", ADMIN_KEY, "--api-key-file", str(file)]
+    with serving(tiny_folder, *SMALL, *flags) as running:
         yield running
 
 
@@ -348,28 +353,54 @@ def _labelled(server, name: str) -> float:
 # -- T16, T17: nobody without a key -----------------------------------------------------------------------------------
 
 
-def routes() -> list[tuple[str, str]]:
+def routes(api: type) -> list[tuple[str, str]]:
     """Of the application itself, so that one that is added is here too."""
-    guard = Api(cast(Any, None), ServerConfig(), Metrics()).app(Keys([]))
+    guard = api(cast(Any, None), ServerConfig(), cast(Any, None)).app(Keys([]))
     found = []
-    for route in guard._app.routes:  # type: ignore[attr-defined]
+    for route in guard._app.routes:
         path = route.path.replace("{name:path}", "tiny")
         assert "{" not in path, "say here what to put for it"
         found += [(method, path) for method in sorted(route.methods)]
-    assert len(found) > 10
+    assert len(found) > 5
     return found
 
 
 def test_every_route_needs_a_key(locked, undisturbed):
-    for method, path in routes():
-        for key in (None, "no-such-key"):
-            data = post(path, ASK, key=key) if method == "POST" else head(path, method=method, key=key)
-            status, body = _exchange(locked, data, method)
-            if path in NEEDS_NO_KEY:
-                assert status == 200, path
-            else:
-                assert status == 401, path
-                assert method == "HEAD" or json.loads(body)["error"]["code"] == "invalid_api_key"
+    admin = Port(locked.admin_port)
+    for server, api, public, others_key in (
+        (locked, Api, NEEDS_NO_KEY, ADMIN_KEY),
+        (admin, Admin, ADMIN_NEEDS_NO_KEY, KEY),
+    ):
+        for method, path in routes(api):
+            for key in (None, "no-such-key", others_key):
+                data = post(path, ASK, key=key) if method == "POST" else head(path, method=method, key=key)
+                status, body = _exchange(server, data, method)
+                if path in public:
+                    assert status == 200, path
+                else:
+                    assert status == 401, path
+                    assert method == "HEAD" or json.loads(body)["error"]["code"] == "invalid_api_key"
+
+
+def test_administration_is_on_its_own_port(locked, undisturbed):
+    """No route of the one port is on the other, with whichever key."""
+    admin = Port(locked.admin_port)
+    for server, api in ((admin, Api), (locked, Admin)):
+        for method, path in routes(api):
+            for key in (KEY, ADMIN_KEY):
+                data = post(path, ASK, key=key) if method == "POST" else head(path, method=method, key=key)
+                assert _exchange(server, data, method)[0] in (401, 404), path
+    assert exchange(admin, head("/debug/pages", key=ADMIN_KEY))[0] == 200
+    for target in SPELLINGS:
+        assert exchange(admin, head(target))[0] in (400, 401, 404), target
+
+
+def test_one_key_for_both_ports_is_refused():
+    keys = Keys.read(given=[KEY, OTHER_KEY])
+    with pytest.raises(ValueError, match="--admin-key"):
+        check_exposure(ServerConfig(admin_port=0), keys, Keys.read(given=[ADMIN_KEY, OTHER_KEY]))
+    with pytest.raises(ValueError, match="--admin-key"):
+        check_exposure(ServerConfig(admin_port=0), keys, Keys([]))
 
 
 def _exchange(server, data: bytes, method: str) -> tuple[int, bytes]:
@@ -498,9 +529,8 @@ def test_a_bad_key_is_refused_at_start(key):
 
 
 def test_it_listens_on_loopback_and_nowhere_else(server, locked):
-    for one in (server, locked):
-        host, port = one.url.removeprefix("http://").rsplit(":", 1)
-        assert listening(one) == {(host, int(port))} == {("127.0.0.1", int(port))}
+    assert listening(server) == {("127.0.0.1", server.port)}
+    assert listening(locked) == {("127.0.0.1", port) for port in (locked.port, locked.admin_port, locked.grpc_port)}
 
 
 def test_it_does_not_listen_beyond_this_machine_without_a_key(tiny_folder):

@@ -38,6 +38,10 @@ class Keys:
     def __len__(self) -> int:
         return len(self._hashes)
 
+    def overlaps(self, other: "Keys") -> bool:
+        """Whether a key is among both."""
+        return not set(self._hashes).isdisjoint(other._hashes)
+
     def find(self, key: str) -> str | None:
         """The tenant a key stands for: a name that tells nothing about it. None if it is not good.
 

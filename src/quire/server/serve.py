@@ -114,6 +114,8 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
             f"--host {config.host} can be reached from elsewhere and there is no API key; give --api-key, "
             "--api-key-file or QUIRE_API_KEY, or listen on 127.0.0.1"
         )
+    if keys.overlaps(admin_keys):
+        raise ValueError("--admin-key is an API key too: whoever may ask could also administer; give another one")
     if config.admin_port is not None and not len(admin_keys):
         raise ValueError("--admin-port needs --admin-key or QUIRE_ADMIN_KEY: what it does is not for everybody")
 
