@@ -350,6 +350,19 @@ def _labelled(server, name: str) -> float:
     return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)), 0.0)
 
 
+def test_an_answer_is_not_held_back_for_an_acknowledgement(locked):
+    """On a connection that is used again, Nagle's algorithm would wait 40 ms for the client's kernel."""
+    with connect(locked) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        quickest = 1.0
+        for i in range(30):
+            begin = time.perf_counter()
+            client.sendall(head("/livez"))
+            assert read_reply(client) == (200, b"ok")
+            quickest = min(quickest, time.perf_counter() - begin) if i > 10 else quickest
+        assert quickest < 0.03
+
+
 # -- T16, T17: nobody without a key -----------------------------------------------------------------------------------
 
 

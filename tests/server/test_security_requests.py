@@ -105,7 +105,7 @@ def test_every_number_out_of_its_limits_is_refused_at_once(server, offline):
         for path, name, kind, place in FIELDS:
             low = kind.ge if kind.ge is not None else kind.gt
             high = kind.le if kind.le is not None else kind.lt
-            wrong = [low - 1, high + 1, -(1 << 63), 1 << 63, 1 << 64, 10**400]
+            wrong = [low - 1, high + 1, -(1 << 64), 1 << 63, 1 << 64, 10**400]
             wrong += [low] if kind.ge is None else []
             wrong += [1 << 31] if high < 1 << 31 else []
             texts = [str(value) for value in wrong] + ["NaN", "Infinity", "-Infinity", "1e999", "true", '"1"']
@@ -113,8 +113,8 @@ def test_every_number_out_of_its_limits_is_refused_at_once(server, offline):
             for text in texts:
                 body = json.dumps(place(HOLE))
                 is_key = f'"{HOLE}":' in body
-                if is_key and text == '"1"':
-                    continue  # keys are strings
+                if text == '"1"' and (is_key or name == ".prompt[]"):
+                    continue  # a string may be there
                 body = body.replace(HOLE, text.strip('"')) if is_key else body.replace(f'"{HOLE}"', text)
                 begin = time.monotonic()
                 status, answer = server.ask("POST", path, body.encode())
