@@ -104,11 +104,14 @@ class Page:
 
     @property
     def complaints(self) -> list[str]:
-        """What went wrong in the page: exceptions, and what its policy forbade. A refused request is not among them."""
+        """What went wrong in the page: exceptions, and what its policy forbade; no refused request, no advice."""
         self.run("1")
         errors = [one["params"] for one in self.events if one["method"] == "Runtime.exceptionThrown"]
         entries = [one["params"]["entry"] for one in self.events if one["method"] == "Log.entryAdded"]
-        return [json.dumps(one) for one in errors + [one for one in entries if one["source"] != "network"]]
+        return [
+            json.dumps(one)
+            for one in errors + [one for one in entries if one["source"] not in ("network", "rendering")]
+        ]
 
     @property
     def fetched(self) -> set[str]:

@@ -273,7 +273,7 @@ def test_the_prefix_cache_can_be_cleared(server, admin):
 
 
 def test_one_request_can_be_aborted_and_others_go_on(server, admin):
-    with Running(server, 2, max_tokens=600) as running:
+    with Running(server, 2) as running:
         names = wait_for(lambda: [one["request"] for one in pages(admin)["sequences"]])
         status, body = admin.post("/admin/abort", {"request_id": names[0]}, **as_admin())
         assert (status, json.loads(body)) == (200, {"aborted_requests": 1})

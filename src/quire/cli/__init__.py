@@ -130,6 +130,7 @@ def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
     text = "who may administer; or from QUIRE_ADMIN_KEY"
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)
+    group.add_argument("--admin-key-file", type=Path, metavar="FILE", help="the same from a file")
     _flags(group, parser.add_argument_group("server, for experts"), ServerConfig)
     _engine_flags(parser)
 

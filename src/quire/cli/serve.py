@@ -22,7 +22,8 @@ def run(args: argparse.Namespace) -> int:
 
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
     keys = Keys.read(given=_given(args.api_key, "QUIRE_API_KEY"), file=args.api_key_file)
-    admin_keys = Keys.read(given=_given(args.admin_key, "QUIRE_ADMIN_KEY"))
+    given = _given(args.admin_key, "QUIRE_ADMIN_KEY")
+    admin_keys = Keys.read(given=given, file=args.admin_key_file, flag="--admin-key")
     knobs = engine_knobs(args)
 
     def ready(line: str) -> None:

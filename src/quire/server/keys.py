@@ -21,18 +21,18 @@ class Keys:
         self._hashes = tuple(dict.fromkeys(hashes))
 
     @classmethod
-    def read(cls, *, given: Iterable[str] = (), file: Path | None = None) -> "Keys":
-        """Keys from the command line or the environment, and from a file."""
-        lines = [("--api-key", key) for key in given]
+    def read(cls, *, given: Iterable[str] = (), file: Path | None = None, flag: str = "--api-key") -> "Keys":
+        """Keys from the command line or the environment, and from a file; `flag` is how errors call them."""
+        lines = [(flag, key) for key in given]
         if file is not None:
             try:
                 text = file.read_text()
             except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"--api-key-file {file.name} cannot be read: {error}") from None
+                raise ValueError(f"{flag}-file {file.name} cannot be read: {error}") from None
             entries = [line.strip() for line in text.splitlines()]
             lines += [(f"{file.name}, line {i + 1}", entry) for i, entry in enumerate(entries) if entry]
             if not any(entries):
-                raise ValueError(f"--api-key-file {file.name} holds no key; write one a line")
+                raise ValueError(f"{flag}-file {file.name} holds no key; write one a line")
         return cls(_hash_of(where, key) for where, key in lines)
 
     def __len__(self) -> int:

@@ -32,6 +32,7 @@ VLLM_REASONS = {
     "abort": "abort",
     "cancelled": "abort",
     "deadline": "abort",
+    "invalid": "error",
     "error": "error",
 }
 """How a sequence or request ends -> what vLLM calls it."""
@@ -208,7 +209,7 @@ class _Page(Collector):
         counts: dict[str, float] = {}
         for sample in metric.samples:
             if sample.name.endswith("_total"):
-                reason = VLLM_REASONS[sample.labels["finish_reason"]]
+                reason = VLLM_REASONS.get(sample.labels["finish_reason"], "error")
                 counts[reason] = counts.get(reason, 0) + sample.value
         for reason, count in counts.items():
             successes.add_sample("vllm:request_success_total", {"finished_reason": reason} | self._labels, count)

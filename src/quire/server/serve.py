@@ -117,7 +117,9 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
     if keys.overlaps(admin_keys):
         raise ValueError("--admin-key is an API key too: whoever may ask could also administer; give another one")
     if config.admin_port is not None and not len(admin_keys):
-        raise ValueError("--admin-port needs --admin-key or QUIRE_ADMIN_KEY: what it does is not for everybody")
+        raise ValueError(
+            "--admin-port needs --admin-key, --admin-key-file or QUIRE_ADMIN_KEY: what it does is not for everybody"
+        )
 
 
 def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":

@@ -4,6 +4,7 @@ Names are those of the semantic conventions for generative AI. What the environm
 certificates, sampling) holds here too. Spans are made when a request ends, and sent by threads of the SDK's own.
 """
 
+import threading
 import time
 from typing import Any
 
@@ -18,7 +19,7 @@ FIRST_TOKEN_S = (
 PER_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 """Buckets that the conventions ask for."""
 METRICS_EVERY_MS = 15_000
-FLUSH_TIMEOUT_MS = 5_000
+FLUSH_TIMEOUT_S = 5
 
 
 class Telemetry:
@@ -123,10 +124,16 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Send what has not been sent. Takes a few seconds if nobody listens: not for the event loop."""
-        self._spans.force_flush(FLUSH_TIMEOUT_MS)
-        self._metrics.shutdown(FLUSH_TIMEOUT_MS)
-        self._spans.shutdown()
+        """Send what has not been sent, for a few seconds at most: a collector that is away holds nobody up."""
+
+        def flush() -> None:
+            self._spans.force_flush(FLUSH_TIMEOUT_S * 1000)
+            self._metrics.shutdown(FLUSH_TIMEOUT_S * 1000)
+            self._spans.shutdown()
+
+        thread = threading.Thread(target=flush, daemon=True)  # the SDK tries again for longer than it is told to
+        thread.start()
+        thread.join(FLUSH_TIMEOUT_S)
 
 
 def _seconds_per_token(times: Times, stream: Stream) -> float | None:
