@@ -1,7 +1,7 @@
 """What an engine says of itself."""
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from quire.core.audit import Readings
 from quire.request import Version
@@ -26,7 +26,12 @@ class StepTiming:
         return self.plan_s + self.dispatch_s + self.output_s
 
     def __sub__(self, earlier: "StepTiming") -> "StepTiming":
-        return StepTiming(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
+        return StepTiming(
+            self.plan_s - earlier.plan_s,
+            self.dispatch_s - earlier.dispatch_s,
+            self.wait_s - earlier.wait_s,
+            self.output_s - earlier.output_s,
+        )
 
     def __str__(self) -> str:
         total = self.host_s + self.wait_s or 1.0

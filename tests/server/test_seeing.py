@@ -273,8 +273,9 @@ def test_the_prefix_cache_can_be_cleared(server, admin):
 
 
 def test_one_request_can_be_aborted_and_others_go_on(server, admin):
-    with Running(server, 2) as running:
-        names = wait_for(lambda: [one["request"] for one in pages(admin)["sequences"]])
+    with Running(server, 2, request_id="abortable") as running:
+        ids = lambda: [one["request"] for one in pages(admin)["sequences"]]  # noqa: E731
+        names = wait_for(lambda: [name for name in ids() if name.startswith("abortable")])
         status, body = admin.post("/admin/abort", {"request_id": names[0]}, **as_admin())
         assert (status, json.loads(body)) == (200, {"aborted_requests": 1})
         assert sorted(answer.result()[0] for answer in running.answers) == [200, 499]
