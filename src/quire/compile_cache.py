@@ -1,9 +1,12 @@
 """The persistent compilation cache: a second start finds its programs ready."""
 
+import logging
 import os
 from pathlib import Path
 
 import jax
+
+_log = logging.getLogger("quire")
 
 
 def use_compile_cache(folder: str | None) -> None:
@@ -17,7 +20,8 @@ def use_compile_cache(folder: str | None) -> None:
     path = Path(folder) if folder else base / "quire" / "xla"
     try:
         path.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # a read-only home: programs are compiled anew each time
+    except OSError as error:  # a read-only home, a full disk
+        _log.warning("compile_cache cannot be used (%s): every start compiles its programs anew", error.strerror)
+        return
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)

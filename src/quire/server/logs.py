@@ -30,3 +30,4 @@ def set_up_logs() -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     logging.getLogger("quire").setLevel(logging.INFO)
+    logging.captureWarnings(True)

@@ -33,6 +33,8 @@ def openapi() -> dict[str, Any]:
         }
     for path in GETS:
         paths[path] = {"get": {"responses": {"200": {"description": "the answer"}, **errors}}}
+    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+    paths["/v1/models/{name}"] = {"get": paths["/v1/models"]["get"] | {"parameters": [name]}}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__},
