@@ -82,6 +82,8 @@ async def serve(
     if trace_log:
         admin = _Server(Admin(service, config, trace_log).app(admin_keys), config)
         admin_running = asyncio.create_task(admin.serve(admin_sockets))
+        while not admin.started and not admin_running.done():
+            await asyncio.sleep(0.01)
         on_ready(f"quire: to look inside, http://127.0.0.1:{admin_sockets[0].getsockname()[1]}/debug")
     host, port = sockets[0].getsockname()[:2]
     where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
