@@ -78,6 +78,8 @@ async def serve(
     metrics.watch(bridge, model_name)
     server = _Server(Api(service, config, metrics).app(keys), config)
     running = asyncio.create_task(server.serve(sockets))
+    while not server.started and not running.done():  # only then does it listen
+        await asyncio.sleep(0.01)
     admin, admin_running = None, None
     if trace_log:
         admin = _Server(Admin(service, config, trace_log).app(admin_keys), config)
