@@ -7,7 +7,9 @@ After each, the audit; after each step, every token against what must follow.
 import random
 from collections import Counter
 
-from quire.request import Request, SamplingParams, Sequence, SequenceState
+import numpy as np
+
+from quire.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
 from quire.testing import FakeRunner, InjectedError, fake_engine, hash_step, next_token
 
 VOCAB = 11
@@ -20,6 +22,39 @@ WEIGHTS = {
     "step": 60, "add": 24, "fork": 4, "abort_one": 4, "abort_request": 2, "abort_in_flight": 2, "preempt": 5,
     "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "look": 0.4,
 }  # fmt: skip
+
+
+def toy_allows(seen: tuple[int, ...], token: int) -> bool:
+    """Whether a token may follow an output: anything that depends on all of it, and ends in time."""
+    return token != 0 and len(seen) < 5 and hash((seen, token)) % 3 != 0
+
+
+def toy_accepts(seen: tuple[int, ...]) -> bool:
+    return len(seen) == 5 or hash(seen) % 2 == 0
+
+
+class ToyGrammar:
+    """A `Grammar` that says what these say, from what it was given to read and nothing else."""
+
+    def __init__(self, seen: tuple[int, ...] = ()) -> None:
+        self.seen = seen
+
+    @property
+    def accepts(self) -> bool:
+        return toy_accepts(self.seen)
+
+    def mask(self) -> np.ndarray:
+        return np.array([sum(1 << token for token in range(VOCAB) if toy_allows(self.seen, token))], np.uint32)
+
+    def advance(self, token_ids, start: int) -> bool:
+        for token in token_ids[start + len(self.seen) :]:
+            if not toy_allows(self.seen, token):
+                return False
+            self.seen += (token,)
+        return True
+
+    def copy(self) -> "ToyGrammar":
+        return ToyGrammar(self.seen)
 
 
 class MismatchError(Exception):
@@ -44,6 +79,8 @@ class History:
         """Sequence -> how many of its tokens are hashed, and the hash."""
         self.mixed: set[str] = set()
         """Requests whose KV may come from two versions: their tokens are not foretold, only their pages checked."""
+        self.constrained: set[str] = set()
+        """Requests with a grammar."""
         self.num_requests = 0
         self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
@@ -82,6 +119,7 @@ class History:
         root = rng.choice(ROOTS)
         length = rng.randint(1, 12) if length is None else length
         prompt = [*root[: length - 1], rng.randrange(1, VOCAB)] if rng.random() < 0.3 else root[:length]
+        constrained = not params and rng.random() < 0.15
         if not params:
             params = {"max_tokens": rng.randint(1, 8), "n": rng.choice((1, 1, 1, 2, 3))}
             if rng.random() < 0.5:
@@ -103,7 +141,11 @@ class History:
             cache_salt=rng.choice(("", "", "", "tenant")),
             stream=rng.random() < 0.2,
         )
-        self.alive += self.engine.add(request)
+        grammar = ToyGrammar() if constrained else None
+        if constrained:
+            self.constrained.add(request.id)
+            self.done["constrained"] += 1
+        self.alive += self.engine.add(request, grammar)
 
     def step(self) -> None:
         first = min((s for s in self.alive), key=lambda s: s.order, default=None)
@@ -123,6 +165,8 @@ class History:
                 raise MismatchError(f"{sequence.request.id}/{sequence.index}: a token of another version")
             if reason:
                 self.expect_whole(sequence)
+            if reason is FinishReason.ABORT and not self.forbids_all(sequence):
+                raise MismatchError(f"{sequence.name}: its grammar gave up")
         self.forget_finished()
         if first is not None and first.state is not SequenceState.FINISHED:
             self.watch(first, before != (first.num_computed, len(first.tokens)))
@@ -154,13 +198,25 @@ class History:
         params, token = sequence.params, next_token(state, VOCAB)
         if params.temperature:
             token = next_token(state, VOCAB, sequence.seed, sequence.index, position)
-        if position - sequence.prompt_len < params.min_tokens:
-            while token in sequence.stop_ids:
-                token = (token + 1) % VOCAB
+        forbidden = self.forbidden(sequence, position)
+        while token in forbidden:
+            token = (token + 1) % VOCAB
         if token != sequence.tokens[position]:
             raise MismatchError(
                 f"{sequence.request.id}/{sequence.index}: {sequence.tokens[position]} at {position}, must be {token}"
             )
+
+    def forbidden(self, sequence: Sequence, position: int) -> set[int]:
+        """Tokens that may not be drawn at a position."""
+        output = tuple(sequence.tokens[sequence.prompt_len : position])
+        forbidden = set(sequence.stop_ids if len(output) < sequence.params.min_tokens else ())
+        if sequence.request.id in self.constrained:
+            ends = sequence.eos_ids if toy_accepts(output) else frozenset()
+            forbidden |= {t for t in range(VOCAB) if not toy_allows(output, t) and t not in ends}
+        return forbidden
+
+    def forbids_all(self, sequence: Sequence) -> bool:
+        return len(self.forbidden(sequence, len(sequence.tokens))) == VOCAB
 
     def fork(self) -> None:
         able = [s for s in self.alive if s.num_output and s.state is not SequenceState.FINISHED]

@@ -9,6 +9,7 @@ from quire.core.planner import Planner
 from quire.core.prefix_cache import PrefixCache
 from quire.core.scheduler import Scheduler
 from quire.request import SequenceState
+from tests.histories import ToyGrammar
 
 MUTATIONS = {}
 
@@ -244,3 +245,39 @@ def go_on_while_stops_are_forbidden(patch):
                 plan.rows[i] = row._replace(max_rounds=end - row.first)
 
     patch.setattr(Scheduler, "_reserve_ahead", reserve_more)
+
+
+@mutation
+def share_a_grammar(patch):
+    """The sequences of a request read with one and the same grammar."""
+    patch.setattr(ToyGrammar, "copy", lambda self: self)
+
+
+@mutation
+def forget_the_grammars_place(patch):
+    """A sequence that is preempted begins its grammar anew."""
+    put_back = Scheduler._put_back
+
+    def put_back_and_forget(self, victim, **how):
+        put_back(self, victim, **how)
+        if victim.grammar is not None:
+            victim.grammar = ToyGrammar()
+            victim.mask = victim.grammar.mask()
+
+    patch.setattr(Scheduler, "_put_back", put_back_and_forget)
+
+
+@mutation
+def go_on_without_the_grammar(patch):
+    """Rows with a grammar run as many rounds as others."""
+    reserve = Scheduler._reserve_ahead
+
+    def reserve_for_all(self, plan):
+        grammars = [row.sequence.grammar for row in plan.rows]
+        for row in plan.rows:
+            row.sequence.grammar = None
+        reserve(self, plan)
+        for row, grammar in zip(plan.rows, grammars, strict=True):
+            row.sequence.grammar = grammar
+
+    patch.setattr(Scheduler, "_reserve_ahead", reserve_for_all)

@@ -34,7 +34,7 @@ def play_many(first: int, last: int) -> Counter[str]:
 def test_some_histories():
     total = play_many(10_000_000, 10_000_018)
     assert total["rounds"] > total["steps"] > 1000
-    for kind in ("swaps", "recomputes", "evictions", "copies", "cached tokens", "set_weights", "fail"):
+    for kind in ("swaps", "recomputes", "evictions", "copies", "cached tokens", "constrained", "set_weights", "fail"):
         assert total[kind] > 0, kind
 
 

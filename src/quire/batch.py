@@ -139,6 +139,7 @@ def _pack_rounds(rows: Sequence[Row], num_rows: int) -> RoundInputs:
 
 def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     """The sampling parameters of a step; padding draws greedily from token 0 and is never read."""
+    mask_SW = _pack_masks(samples, num_samples)
     inputs = SampleInputs(
         packed_index_S=np.zeros(num_samples, np.int32),
         row_S=np.zeros(num_samples, np.int32),
@@ -156,6 +157,8 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         frequency_S=np.zeros(num_samples, np.float32),
         bias_ids_SE=np.full((num_samples, MAX_BIASES), INVALID, np.int32),
         bias_SE=np.zeros((num_samples, MAX_BIASES), np.float32),
+        mask_SW=mask_SW,
+        has_mask=np.array(mask_SW is not None),
         want_logprobs=np.array(any(s.target is not None or s.sequence.params.logprobs is not None for s in samples)),
         want_top=np.array(any(s.sequence.params.logprobs for s in samples)),
     )
@@ -185,6 +188,19 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
             inputs.bias_ids_SE[i, : len(biases)] = list(biases)
             inputs.bias_SE[i, : len(biases)] = list(biases.values())
     return inputs
+
+
+def _pack_masks(samples: Sequence[Sample], num_samples: int) -> np.ndarray | None:
+    """A row of bits for each sample, all of them set where no grammar says otherwise; None where none does at all."""
+    masks = [None if sample.target is not None else sample.sequence.mask for sample in samples]
+    width = next((len(mask) for mask in masks if mask is not None), None)
+    if width is None:
+        return None
+    mask_SW = np.full((num_samples, width), 0xFFFFFFFF, np.uint32)
+    for i, mask in enumerate(masks):
+        if mask is not None:
+            mask_SW[i] = mask
+    return mask_SW
 
 
 def _ragged(counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

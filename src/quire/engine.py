@@ -31,8 +31,10 @@ from quire.device.inputs import StepInputs
 from quire.device.memory import default_host_bytes, default_pool_bytes
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
-from quire.request import Request, Sequence, TokenEvent, Version
+from quire.grammar import GrammarCompiler
+from quire.request import Grammar, Request, Sequence, TokenEvent, Version
 from quire.stats import EngineStats, Progress, Stopwatch
+from quire.structured import Structured
 from quire.text_stream import TextStream
 from quire.tokenizer import Tokenizer
 
@@ -118,6 +120,7 @@ class Engine:
         self.eos_ids = frozenset(model.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
         if len(self.eos_ids) > MAX_EOS_IDS or max(self.eos_ids, default=0) >= model.vocab_size:
             raise ValueError(f"end tokens {sorted(self.eos_ids)}: at most {MAX_EOS_IDS}, each below {model.vocab_size}")
+        self._grammars = GrammarCompiler(tokenizer, model.vocab_size, self.eos_ids) if tokenizer else None
         self._owner = threading.get_ident()
         self._watch = Stopwatch(clock)
         mesh = mesh or make_mesh()
@@ -262,13 +265,18 @@ class Engine:
     # -- requests ------------------------------------------------------------------------------------------------
 
     @_owner_only
-    def add(self, request: Request) -> list[Sequence]:
-        """Admit a request; returns its sequences, or raises at once with the reason why it can never run."""
-        max_tokens = self.check(request)
+    def add(self, request: Request, grammar: Grammar | None = None) -> list[Sequence]:
+        """Admit a request; returns its sequences, or raises at once with the reason why it can never run.
+
+        `grammar` is what `compile_grammar` made of `params.structured`; without it this thread does so, and trusts it.
+        """
+        max_tokens = self._check(request)
         params, tokenizer = request.params, self.tokenizer
+        grammar = grammar or self._grammar(request)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._num_arrived += 1
-        text = tokenizer and TextStream(tokenizer, params.stop_strings, params.stop_sequences, params.min_tokens)
+        stops = params.stop_strings, params.stop_sequences, params.min_tokens
+        text = tokenizer and TextStream(tokenizer, *stops, keeps_space=grammar is not None)
         first = Sequence(
             request,
             index=0,
@@ -277,7 +285,13 @@ class Engine:
             max_tokens=max_tokens,
             eos_ids=self.eos_ids,
             text=text,
+            grammar=grammar,
         )
+        if first.mask is not None and not first.mask.any():
+            raise RequestError(
+                f"request {request.id}: what structured allows has no beginning that ignore_eos={params.ignore_eos}, "
+                f"min_tokens={params.min_tokens} and stop_token_ids leave; lower these"
+            )
         for _ in range(params.n - 1):
             first.fork()
         self._requests[request.id] = first.family  # before they are queued: from here on an abort finds them
@@ -302,6 +316,28 @@ class Engine:
 
         It only looks: any thread may call it.
         """
+        max_tokens = self._check(request)
+        self._grammar(request)
+        return max_tokens
+
+    def compile_grammar(self, structured: Structured, salt: str = "", *, trusted: bool = False) -> Grammar:
+        """What constrains a sequence to a form, for `add`. Any thread may call this, and it may take seconds.
+
+        Compiled forms are kept, for requests of the same salt. One that is not trusted is tried in a process of its own
+        first. ValueError if it cannot be compiled, or takes too much.
+        """
+        if self._grammars is None:
+            raise ValueError(f"{structured.name} constrains text and there is no tokenizer")
+        return self._grammars.compile(structured, salt, trusted=trusted)
+
+    def _grammar(self, request: Request) -> Grammar | None:
+        structured = request.params.structured
+        try:
+            return structured and self.compile_grammar(structured, request.cache_salt, trusted=True)
+        except ValueError as error:
+            raise RequestError(f"request {request.id}: {error}") from None
+
+    def _check(self, request: Request) -> int:
         if not isinstance(request, Request):
             raise RequestError(f"{request!r} must be a Request(id=..., prompt_token_ids=..., params=...)")
         if request.id in self._requests:

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from quire.config import check_whole
 from quire.core.errors import StateError
+from quire.structured import Structured
 
 MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
@@ -98,6 +101,9 @@ class SamplingParams:
     (temperature 1, nothing cut off) and, apart, under what it was drawn from (see `TokenLogprob`)."""
     prompt_logprobs: bool = False
     """Report the log-probability of each prompt token given those before it."""
+    structured: Structured | None = None
+    """A form that the text must have; it ends once nothing can follow. Log-probabilities stay as they are: raw ones of
+    the model itself, processed ones of what was left to draw from."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,6 +138,8 @@ class SamplingParams:
         for name in ("ignore_eos", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.structured is not None and not isinstance(self.structured, Structured):
+            raise ValueError(f"structured={self.structured!r} must be Structured(...)")
         object.__setattr__(self, "stop", _stops(self.stop))
         if not isinstance(self.stop_token_ids, SequenceOf) or isinstance(self.stop_token_ids, str | bytes):
             raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
@@ -230,15 +238,36 @@ class StopWatch(Protocol):
         ...
 
 
+class Grammar(Protocol):
+    """What a sequence asks of whoever constrains its tokens. End tokens are the sequence's own business."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the text may end here."""
+        ...
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, end tokens left out: bit t % 32 of word t // 32. The caller's own."""
+        ...
+
+    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
+        """Read on in the output, which begins at `start`. False if a token may not be there, or if all has failed."""
+        ...
+
+    def copy(self) -> "Grammar":
+        """Another one that has read the same."""
+        ...
+
+
 class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "eos_ids", "family", "finish_reason", "has_stop_strings", "hash_root", "host_pages", "index",
-        "kv_weights", "logprobs", "max_tokens", "num_born", "num_cached_tokens", "num_computed", "num_failures",
-        "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent", "preemptions",
-        "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text", "tokens",
-        "weight_versions",
+        "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
+        "index", "kv_weights", "logprobs", "mask", "max_tokens", "num_born", "num_cached_tokens", "num_computed",
+        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent",
+        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text",
+        "tokens", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -251,6 +280,7 @@ class Sequence:
         max_tokens: int,
         eos_ids: frozenset[int] = frozenset(),
         text: StopWatch | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -303,6 +333,12 @@ class Sequence:
         self.preemptions = 0
         self.num_failures = 0
         """Steps that failed on the device with this sequence in them."""
+        self.grammar = grammar
+        """Constrains the output; it has read all of it."""
+        self.mask: np.ndarray | None = None
+        """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
+        if grammar is not None:
+            self.mask = self._allowed(grammar, grammar.mask())
 
     def fork(self) -> "Sequence":
         """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
@@ -324,6 +360,7 @@ class Sequence:
         child.logprobs = self.logprobs.copy()
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
+        child.grammar, child.mask = self.grammar and self.grammar.copy(), self.mask
         return child
 
     @property
@@ -367,6 +404,7 @@ class Sequence:
         self.move_to(SequenceState.FINISHED)
         self.finish_reason = reason
         self.parent = None
+        self.grammar = self.mask = None
         if self.index >= self.params.n:
             self.family.remove(self)
 
@@ -383,6 +421,8 @@ class Sequence:
                 return FinishReason.STOP
             if params.stop and self._at_stop(num_output):
                 return FinishReason.STOP
+        if self.grammar is not None and (reason := self._read_on(self.grammar)):
+            return reason
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def _at_stop(self, num_output: int) -> bool:
@@ -392,6 +432,26 @@ class Sequence:
                 self.num_stop_tokens = len(stop)
                 return True
         return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
+
+    def _read_on(self, grammar: Grammar) -> FinishReason | None:
+        """Take the newest tokens through the grammar and find what may follow; if nothing may, the sequence ends."""
+        if not grammar.advance(self.tokens, self.prompt_len):
+            return FinishReason.ABORT
+        text = grammar.mask()
+        has_text = text.any()
+        self.mask = self._allowed(grammar, text)
+        if has_text and self.mask.any():
+            return None
+        return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
+
+    def _allowed(self, grammar: Grammar, mask: np.ndarray) -> np.ndarray:
+        """What may be drawn: text that goes on, the end where it may end, and no stop before `min_tokens`."""
+        if grammar.accepts:
+            for token_id in self.eos_ids:
+                mask[token_id >> 5] |= 1 << (token_id & 31)
+        for token_id in self.forbidden_ids:
+            mask[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
+        return mask
 
 
 def _biases(biases: Any) -> dict[int, float]:

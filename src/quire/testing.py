@@ -51,6 +51,11 @@ def next_token(state: int, vocab_size: int, seed: int = 0, index: int = 0, posit
     return hash((state, seed, index, position)) % vocab_size
 
 
+def bits(mask: np.ndarray) -> int:
+    """The words of a mask as one number: bit t is token t's."""
+    return int.from_bytes(mask.astype("<u4").tobytes(), "little")
+
+
 @dataclass(frozen=True)
 class FakeHandle:
     """A step that is done already."""
@@ -216,9 +221,10 @@ class FakeRunner:
             if temperature:
                 high, low = samples.seed_S2[i].tolist()
                 token = next_token(states[at], self.vocab_size, high << 32 | low, index, position)
-            if is_biased[i]:
+            if is_biased[i] or samples.mask_SW is not None:
                 forbidden = set(samples.bias_ids_SE[i][samples.bias_SE[i] == -np.inf].tolist())
-                while token in forbidden:
+                allowed = -1 if samples.mask_SW is None else bits(samples.mask_SW[i])
+                while token in forbidden or not allowed >> token & 1:
                     token = (token + 1) % self.vocab_size
             tokens[i, 0] = token
         logprobs: Any = np.zeros((num_samples, 1), np.float32)

@@ -39,13 +39,18 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         stop_sequences: Sequence[tuple[int, ...]] = (),
         min_tokens: int = 0,
+        keeps_space: bool = False,
     ):
-        """A stop string that is complete before `min_tokens` tokens is text like any other."""
+        """A stop string that is complete before `min_tokens` tokens is text like any other.
+
+        `keeps_space` leaves a leading space where the tokenizer would strip it: a grammar has counted it.
+        """
         self._tokenizer = tokenizer
         self._string_match = _build_automaton(stop_strings, "stop_strings")
         self._id_match = _build_automaton(stop_sequences, "stop_sequences")
         self._most_dropped = max([1, *map(len, stop_sequences)])
         self._min_tokens = min_tokens
+        self._strips_space = tokenizer.strips_leading_space and not keeps_space
         self._begin()
 
     def sibling(self) -> "TextStream":
@@ -111,7 +116,7 @@ class TextStream:
         piece = self._tokenizer.piece(token_id)
         if self._at_start and piece:
             self._at_start = False
-            if self._tokenizer.strips_leading_space:
+            if self._strips_space:
                 piece = piece.removeprefix(b" ")
         self._append(self._utf8.decode(piece))
         self._id_match = self._id_match.step(token_id)

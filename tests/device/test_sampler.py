@@ -11,6 +11,7 @@ from quire.batch import pack_samples
 from quire.core.plan import Sample
 from quire.device import native
 from quire.device.cut import cut
+from quire.device.inputs import mask_words
 from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
 from quire.request import Request, SamplingParams, Sequence
 from tests.device.instruction_sets import ISAS
@@ -21,6 +22,9 @@ jitted = jax.jit(partial(sample, native=native.why_not() is None))
 
 def run(logits_SV, samples, seen=((1, 1, 1, 1),)):
     """`seen` is the one page of tokens that the samples' only row has."""
+    if samples.mask_SW is None:  # as the runner does: the program is the same one
+        words = np.zeros((len(samples.row_S), mask_words(logits_SV.shape[1])), np.uint32)
+        samples = dataclasses.replace(samples, mask_SW=words)
     return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32))
 
 
@@ -32,6 +36,15 @@ def inputs(params: list[SamplingParams], positions: list[int] | None = None, see
         sequence = Sequence(request, index=0, arrival=i, seed=seed, max_tokens=9, eos_ids=frozenset(eos))
         samples.append(Sample(sequence, 0, i, positions[i] if positions else 5, None))
     return pack_samples(samples, len(params) + pad)
+
+
+def with_masks(samples, allowed: list[list[int] | None], vocab: int = VOCAB):
+    """Each sample may draw only what is listed for it; None for everything."""
+    bits = np.zeros((len(samples.row_S), 32 * mask_words(vocab)), bool)
+    for i, ids in enumerate(allowed):
+        bits[i, slice(None) if ids is None else ids] = True
+    words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
+    return dataclasses.replace(samples, mask_SW=words, has_mask=np.array(True))
 
 
 def logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray:
@@ -400,3 +413,75 @@ def test_the_likeliest_is_the_first_of_the_highest_however_the_vocabulary_is_til
     tokens, _ = take_likeliest(jax.numpy.asarray(logits))
     assert 0 <= int(tokens[3]) < vocab, "a row that is lost draws a token that exists"
     np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(logits, 3, axis=0).argmax(axis=1))
+
+
+def by_hand(row: np.ndarray, allowed: list[int] | None) -> np.ndarray:
+    """Logits with -inf where a token is not allowed."""
+    out = row.copy()
+    if allowed is not None:
+        out[np.setdiff1d(np.arange(len(row)), allowed)] = -np.inf
+    return out
+
+
+MASKS = [None, [3], [0, 999], [31, 32, 33, 63, 64], list(range(500, 1000)), None, list(range(0, 1000, 7))]
+
+
+@pytest.mark.parametrize("vocab", [33, 96, 97, 1000])
+@pytest.mark.parametrize(
+    "params",
+    [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"logit_bias": {7: 50.0, 8: 50.0}}],
+    ids=str,
+)
+def test_only_what_a_mask_allows_is_drawn_and_greedy_takes_the_best_of_it(params, vocab):
+    x = logits(len(MASKS), seed=10, vocab=vocab)
+    allowed = [ids and [i % vocab for i in ids] for ids in MASKS]
+    for position in range(30):
+        made = inputs([SamplingParams(seed=i, **params) for i in range(len(MASKS))], [position] * len(MASKS))
+        tokens = np.asarray(run(x, with_masks(made, allowed, vocab)).tokens_SR[:, 0])
+        free = np.asarray(run(x, made).tokens_SR[:, 0])
+        for i, ids in enumerate(allowed):
+            assert ids is None or tokens[i] in ids
+            assert ids is not None or tokens[i] == free[i], "who has no mask draws what it would alone"
+            if params == {"temperature": 0}:
+                assert tokens[i] == by_hand(x[i], ids).argmax()
+
+
+@pytest.mark.parametrize(
+    "cut", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}], ids=str
+)
+def test_processed_log_probabilities_are_those_of_the_tokens_that_were_allowed(cut):
+    x = logits(2, seed=12, vocab=64)
+    ids = [3, 7, 31, 32, 50, 63]
+    params = SamplingParams(**{"temperature": 0.8, "seed": 2, "logprobs": 20} | cut)
+    out = run(x, with_masks(inputs([params] * 2, positions=[3, 3]), [ids, None], 64), SEEN)
+    for i, allowed in enumerate((ids, None)):
+        history = [3, 3, 7] if params.has_penalty else []
+        p = expected_distribution(by_hand(penalised(x[i], params, history, 1).astype(np.float32), allowed), params)
+        token = int(out.tokens_SR[i, 0])
+        np.testing.assert_allclose(out.processed_logprobs_SR[i, 0], np.log(p[token]), atol=3e-5)
+        tops, values = np.asarray(out.processed_top_ids_SRX[i, 0]), np.asarray(out.processed_top_logprobs_SRX[i, 0])
+        assert set(tops[np.isfinite(values)]) <= set(range(64) if allowed is None else allowed)
+        np.testing.assert_allclose(np.exp(values[np.isfinite(values)]), p[tops[np.isfinite(values)]], atol=3e-5)
+        raw = x[i] - np.log(np.exp(x[i].astype(np.float64)).sum())
+        np.testing.assert_allclose(out.logprobs_SR[i, 0], raw[token], atol=1e-5)
+    assert np.isfinite(np.asarray(out.processed_top_logprobs_SRX[0, 0])).sum() <= len(ids)
+
+
+def test_masks_are_the_same_program():
+    x = logits(2, seed=9)
+    run(x, inputs([SamplingParams(temperature=0)] * 2))
+    before = jitted._cache_size()
+    run(x, with_masks(inputs([SamplingParams(temperature=0)] * 2), [[1], None]))
+    assert jitted._cache_size() == before
+
+
+def test_a_scored_token_is_scored_whatever_the_mask():
+    x = logits(1)
+    made = dataclasses.replace(
+        inputs([SamplingParams()]), target_S=np.array([5], np.int32), want_logprobs=np.array(True)
+    )
+    out = run(x, with_masks(made, [[6]]))
+    assert out.tokens_SR[0, 0] == 5
+    np.testing.assert_allclose(
+        out.logprobs_SR[0, 0], x[0, 5] - np.log(np.exp(x[0].astype(np.float64)).sum()), atol=1e-5
+    )

@@ -36,7 +36,7 @@ class PreemptionCosts:
 
 
 WATCHED_ROUNDS = 4
-"""Rounds in one dispatch, at most, when somebody watches a stream or waits for a place."""
+"""Rounds in one dispatch, at most, when somebody watches a stream or waits: for a place, or for the host."""
 
 
 class Scheduler:
@@ -241,12 +241,12 @@ class Scheduler:
         """Let every row of a plan that only decodes go on for some rounds, as far as its budget and free pages reach.
 
         Nobody is preempted, and nothing cached is given up, to reserve ahead. When somebody waits for a place, no
-        round is run beyond the first budget that ends. A row that uses less than was reserved for it has ended, and
-        gives everything back at commit.
+        round is run beyond the first budget that ends. A row with a grammar needs the host after every token. A row
+        that uses less than was reserved for it has ended, and gives everything back at commit.
         """
         left = [row.sequence.max_tokens - row.sequence.num_output for row in plan.rows]
         most = self.max_rounds
-        if self.waiting or any(row.sequence.request.stream for row in plan.rows):
+        if self.waiting or any(row.sequence.request.stream or row.sequence.grammar for row in plan.rows):
             most = min(most, WATCHED_ROUNDS)
         if self.waiting:
             most = min(most, *left)
@@ -254,7 +254,8 @@ class Scheduler:
             return
         rows = plan.rows
         for i, (row, budget) in enumerate(zip(rows, left, strict=True)):
-            sequence, rounds = row.sequence, min(most, budget)
+            sequence = row.sequence
+            rounds = min(most, budget) if sequence.grammar is None else 1
             missing = sequence.params.min_tokens - sequence.num_output
             if missing > 0:  # until then its stop ids are forbidden, and after it they are not
                 rounds = min(rounds, missing)

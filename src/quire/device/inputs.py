@@ -23,6 +23,11 @@ NUM_TOP_LOGPROBS = 20
 """Alternatives reported beside a token, at most."""
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits that have one for each token."""
+    return -(-vocab_size // 32)
+
+
 class StepShape(NamedTuple):
     """The padded sizes of a step; one program is compiled for each."""
 
@@ -88,6 +93,10 @@ class SampleInputs:
     """Token ids whose logit is changed, or INVALID."""
     bias_SE: Any
     """What is added to it."""
+    mask_SW: Any
+    """The tokens that may be drawn: bit t % 32 of word t // 32. None on the host where all samples may draw all."""
+    has_mask: Any
+    """Whether any sample may not draw all."""
     want_logprobs: Any
     """Whether any sample's log-probability will be read."""
     want_top: Any

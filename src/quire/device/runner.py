@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from quire.device.inputs import (
     StepInputs,
     StepOutput,
     StepShape,
+    mask_words,
 )
 from quire.device.linear import choose_kind, prepare
 from quire.device.mesh import sharding
@@ -108,6 +110,11 @@ class ModelRunner:
         self._cache = self.create_cache(num_pages)
         self._host = kv_cache.HostPages(self._cache, num_host_pages) if num_host_pages else None
         self._programs: dict[StepShape, Callable] = {}
+        self._no_mask = {
+            n: jax.device_put(np.zeros((n, mask_words(model.vocab_size)), np.uint32), sharding(mesh))
+            for n in {shape.num_samples for shape in self.shapes}
+        }
+        """By number of samples: what stands for the masks of a step that has none. It is not read."""
 
     @property
     def num_programs(self) -> int:
@@ -156,7 +163,10 @@ class ModelRunner:
         with self._count_compiles():
             self._run_page_commands(inputs.pages)
             program = self._programs[inputs.shape]
-            arrays = (inputs.tokens_T, inputs.layout, inputs.samples, inputs.rounds)
+            samples = inputs.samples
+            if samples.mask_SW is None:
+                samples = replace(samples, mask_SW=self._no_mask[inputs.shape.num_samples])
+            arrays = (inputs.tokens_T, inputs.layout, samples, inputs.rounds)
             self._cache, output = program(self.params, self._cache, *arrays)
         return StepHandle(output)
 
@@ -227,7 +237,7 @@ class ModelRunner:
             return one_round(cache, tokens_T, layout, samples)
 
         whole = sharding(self.mesh)
-        inputs = abstract_inputs(shape, self.pages_per_row, whole)
+        inputs = abstract_inputs(shape, self.pages_per_row, self.model.vocab_size, whole)
         program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(parts.backend, self.mesh), whole))
         return program.trace(self.params, self._cache, *inputs)
 
@@ -243,7 +253,7 @@ class ModelRunner:
             raise CompileError(f"{new} programs compiled after warm-up; fail_on_compile=False lets them")
 
 
-def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding):
+def abstract_inputs(shape: StepShape, pages_per_row: int, vocab_size: int, placed: NamedSharding):
     """The schema of a step's arrays at one shape."""
 
     def array(dtype, *dims: int) -> jax.ShapeDtypeStruct:
@@ -275,6 +285,8 @@ def abstract_inputs(shape: StepShape, pages_per_row: int, placed: NamedSharding)
         frequency_S=array(np.float32, samples),
         bias_ids_SE=array(np.int32, samples, MAX_BIASES),
         bias_SE=array(np.float32, samples, MAX_BIASES),
+        mask_SW=array(np.uint32, samples, mask_words(vocab_size)),
+        has_mask=array(np.bool_),
         want_logprobs=array(np.bool_),
         want_top=array(np.bool_),
     )

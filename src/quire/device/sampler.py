@@ -5,9 +5,9 @@ mates, on chunking or on how often the sequence was preempted. It is turned into
 cumulative distribution in vocabulary order, which costs one pass: first the tile of 256 tokens, then the token in it.
 On a CPU `native/draw.cc` does it all while a row is in the cache.
 
-Penalties come first, then the bias, then temperature, top-k, top-p of what is left, min-p. Which tokens a row has seen
-is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at run
-time (`lax.cond`), so that one program serves every mix of requests.
+Penalties come first, then the bias, the mask, temperature, top-k, top-p of what is left, min-p. Which tokens a row has
+seen is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at
+run time (`lax.cond`), so that one program serves every mix of requests.
 """
 
 import math
@@ -51,14 +51,15 @@ def sample(
     """Draw or score one token for each sample; one round. `native` where the library is there to help."""
     is_penalised = jnp.any((inputs.repetition_S != 1) | (inputs.presence_S != 0) | (inputs.frequency_S != 0))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
-    is_processed = is_penalised | is_biased
+    is_processed = is_penalised | is_biased | inputs.has_mask
     scored_S = inputs.target_S != INVALID
     is_random = jnp.any((inputs.temperature_S > 0) & ~scored_S)
 
     def process() -> jax.Array:
         penalise = partial(_penalise, inputs=inputs, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
         processed_SV = lax.cond(is_penalised, penalise, _same, logits_SV)
-        return lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
+        processed_SV = lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
+        return lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
 
     def draw(x_SV: jax.Array) -> tuple[Drawn, jax.Array, jax.Array]:
         """What was drawn from these logits, the tokens that count, and their logits among these."""
@@ -137,6 +138,14 @@ def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
     rows_SE = lax.broadcasted_iota(jnp.int32, inputs.bias_ids_SE.shape, 0)
     ids_SE = jnp.where(inputs.bias_ids_SE == INVALID, logits_SV.shape[1], inputs.bias_ids_SE)
     return logits_SV.at[rows_SE, ids_SE].add(inputs.bias_SE, mode="drop")
+
+
+def _apply_mask(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
+    """Leave the tokens whose bit is set."""
+    num_samples, vocab = logits_SV.shape
+    shift_11I = lax.broadcasted_iota(jnp.uint32, (1, 1, 32), 2)
+    bits_SWI = (inputs.mask_SW[:, :, None] >> shift_11I) & jnp.uint32(1)
+    return jnp.where(bits_SWI.reshape(num_samples, -1)[:, :vocab] != 0, logits_SV, -jnp.inf)
 
 
 def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
