@@ -11,6 +11,7 @@ import asyncio
 import statistics
 import subprocess
 import sys
+import threading
 import time
 
 from quire import LLM, SamplingParams, bench, load
@@ -66,6 +67,7 @@ def wait_ready(server: subprocess.Popen) -> str:
     """Where it listens, once it does."""
     for line in server.stderr:
         if "ready on " in line:
+            threading.Thread(target=server.stderr.read, daemon=True).start()  # a full pipe would stop it
             return line.split("ready on ")[1].split()[0].rstrip(";")
     raise RuntimeError("the server did not start")
 

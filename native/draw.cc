@@ -185,7 +185,7 @@ Edge walk(Scratch& scratch, int64_t num, const Enough& enough) {
     mass += weight;
     if (enough(count, mass)) return edge;
   }
-  return {0.0f, count, mass};  // rounding: everything is needed
+  return bin > 0 ? edge : Edge{0.0f, count, mass};  // rounding: this bin, or everything, is needed
 }
 
 // What top-k and top-p leave: everything above `weight`, and of those exactly at it so many, the first ones.
@@ -292,11 +292,11 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
 
 }  // namespace
 
-void draw(Isa isa, const Draw& draw, const Threads& threads) {
+void draw(Isa isa, const Draw& args, const Threads& threads) {
   const Passes passes = passes_for(isa);
-  threads.run(draw.num_rows, [&](int64_t row) {
+  threads.run(args.num_rows, [&](int64_t row) {
     static thread_local Scratch scratch;
-    draw_row(passes, draw, row, scratch);
+    draw_row(passes, args, row, scratch);
   });
 }
 

@@ -24,6 +24,6 @@ struct Draw {
   float* mass;        // what they weigh together, where the likeliest weighs 1
 };
 
-void draw(Isa isa, const Draw& draw, const Threads& threads);
+void draw(Isa isa, const Draw& args, const Threads& threads);
 
 }  // namespace quire

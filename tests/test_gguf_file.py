@@ -8,7 +8,7 @@ import pytest
 
 from quire.config import RopeScaling
 from quire.device.mesh import make_mesh
-from quire.device.models.gguf_file import _NAMES, MAX_ARRAY_LEN, SUPPORTED, GgufFile, _StrictReader, gguf_name
+from quire.device.models.gguf_file import _NAMES, MAX_ENTRIES, SUPPORTED, GgufFile, _StrictReader, gguf_name
 from quire.device.models.layers import rotary_frequencies
 from quire.device.models.weights import load_params, params_from_tensors
 from tests.tiny import tiny_config, tiny_tensors
@@ -186,12 +186,12 @@ def test_arrays_of_metadata_are_read_as_the_package_reads_them(tmp_path, endian)
 
 def test_a_long_array_of_metadata_is_refused(tmp_path):
     writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "llama")
-    writer.add_array("zeros", bytes(MAX_ARRAY_LEN + 1))
+    writer.add_array("zeros", bytes(MAX_ENTRIES + 1))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ValueError, match=r"an array of 8388609 entries; at most 8388608 are allowed"):
+    with pytest.raises(ValueError, match=r"arrays of 4194305 entries in all; at most 4194304 are allowed"):
         GgufFile(path)
 
 

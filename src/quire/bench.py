@@ -226,7 +226,7 @@ def serve_url(
 ) -> Iterator[Result]:
     """The same against a server: so many streams at once, or when a trace says. The client's own time is told."""
     model = asyncio.run(load.get(url, "/models", key))["data"][0]
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng()  # the server may know the prompts of an earlier run
 
     def body(prompt_len: int, new_tokens: int) -> dict[str, Any]:
         vocab_size = model.get("vocab_size", 1000)

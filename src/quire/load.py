@@ -46,7 +46,7 @@ async def complete(url: str, body: dict[str, Any], *, key: str | None = None, le
     """Stream a completion to its end, or leave after so many events."""
     reply = Reply(sent_at=time.perf_counter())
     target = urlsplit(url)
-    reader, writer = await asyncio.open_connection(target.hostname, target.port or 80, limit=LINE_LIMIT)
+    reader, writer = await _connect(url)
     try:
         content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
         head = f"POST {target.path.rstrip('/')}/completions HTTP/1.1\r\nHost: {target.netloc}\r\n"
@@ -96,7 +96,7 @@ async def at_times(url: str, bodies: Sequence[tuple[float, dict[str, Any]]], key
 async def get(url: str, path: str, key: str | None = None) -> Any:
     """The JSON at a path below the URL."""
     target = urlsplit(url)
-    reader, writer = await asyncio.open_connection(target.hostname, target.port or 80, limit=LINE_LIMIT)
+    reader, writer = await _connect(url)
     try:
         head = f"GET {target.path.rstrip('/')}{path} HTTP/1.0\r\nHost: {target.netloc}\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
@@ -107,6 +107,15 @@ async def get(url: str, path: str, key: str | None = None) -> Any:
         return json.loads(body)
     finally:
         writer.close()
+
+
+async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    target = urlsplit(url)
+    if target.scheme not in ("http", "https") or not target.hostname:
+        raise ValueError(f"--url {url!r} must begin with http:// or https:// and name a server")
+    secure = target.scheme == "https"
+    port = target.port or (443 if secure else 80)
+    return await asyncio.open_connection(target.hostname, port, limit=LINE_LIMIT, ssl=secure or None)
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

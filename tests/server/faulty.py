@@ -1,7 +1,7 @@
 """`quire`, with a device that fails when a file says so: `python -m tests.server.faulty serve MODEL ...`.
 
-The file named by FAULT_FILE holds one word and is removed when it has been obeyed: `raise` fails a step before it reaches
-the device, `lose` fails inside the program, so that the donated cache is gone, `hang` never comes back.
+The file named by FAULT_FILE holds one word and is removed when it has been obeyed: `raise` fails a step before it
+reaches the device, `lose` fails inside the program, so that the donated cache is gone, `hang` never comes back.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quire.server.admission import LONGEST_RETRY_S, Admission, OverloadError
+from quire.server.admission import LONGEST_RETRY_S, Admission, OverloadError, Work
 
 
 class Clock:
@@ -15,17 +15,17 @@ class Clock:
 
 def admission(**limits) -> tuple[Admission, Clock]:
     clock = Clock()
-    return Admission(**({"max_requests": 4, "max_tokens": 1000} | limits), clock=clock), clock
+    return Admission(**({"max_requests": 4, "max_tokens": 1000, "num_rows": 0} | limits), clock=clock), clock
 
 
 def test_requests_beyond_the_bound_are_refused_until_one_begins_or_leaves():
     gate, _ = admission()
     for i in range(4):
-        gate.arrive(str(i), 1, 10, 10)
+        gate.arrive([Work(str(i), 1, 20)])
     with pytest.raises(OverloadError, match="4 requests wait, at most 4 may"):
-        gate.arrive("4", 1, 10, 10)
+        gate.arrive([Work("4", 1, 20)])
     gate.start("0")
-    gate.arrive("5", 1, 10, 10)
+    gate.arrive([Work("5", 1, 20)])
     with pytest.raises(OverloadError):
         gate.check_room()
     gate.leave("1")
@@ -35,28 +35,28 @@ def test_requests_beyond_the_bound_are_refused_until_one_begins_or_leaves():
 
 def test_tokens_are_counted_by_what_they_may_come_to():
     gate, _ = admission()
-    gate.arrive("a", 4, 100, 200)
-    with pytest.raises(OverloadError, match="900 tokens wait and this request may come to 150 more; at most 1,000"):
-        gate.arrive("b", 1, 50, 100)
+    gate.arrive([Work("a", 4, 900)])
+    with pytest.raises(OverloadError, match="900 tokens wait and this may come to 150 more; at most 1,000"):
+        gate.arrive([Work("b", 1, 150)])
     gate.start("a")
-    gate.arrive("b", 1, 50, 100)
+    gate.arrive([Work("b", 1, 150)])
 
 
 def test_a_request_larger_than_the_queue_waits_alone():
     gate, _ = admission()
-    gate.arrive("huge", 10, 100, 1000)
+    gate.arrive([Work("huge", 10, 10100)])
     with pytest.raises(OverloadError):
-        gate.arrive("small", 1, 1, 1)
+        gate.arrive([Work("small", 1, 2)])
 
 
 def test_a_client_is_told_when_those_that_wait_will_have_begun():
     gate, clock = admission(max_requests=10, max_tokens=10**6)
     for i in range(30):  # one begins every two seconds
-        gate.arrive(str(i), 1, 1, 1)
+        gate.arrive([Work(str(i), 1, 2)])
         clock.now += 2
         gate.start(str(i))
     for i in range(10):
-        gate.arrive(f"w{i}", 1, 1, 1)
+        gate.arrive([Work(f"w{i}", 1, 2)])
     with pytest.raises(OverloadError) as refused:
         gate.check_room()
     assert refused.value.retry_after_s == pytest.approx(20, abs=1)
@@ -65,7 +65,7 @@ def test_a_client_is_told_when_those_that_wait_will_have_begun():
 def test_without_any_beginning_the_wait_so_far_is_told_within_what_clients_obey():
     gate, clock = admission()
     for i in range(4):
-        gate.arrive(str(i), 1, 1, 1)
+        gate.arrive([Work(str(i), 1, 2)])
     assert gate.retry_after_s == 1
     clock.now += 7.5
     assert gate.retry_after_s == 8
@@ -75,8 +75,41 @@ def test_without_any_beginning_the_wait_so_far_is_told_within_what_clients_obey(
 
 def test_whoever_leaves_twice_is_counted_once():
     gate, _ = admission()
-    gate.arrive("a", 1, 5, 5)
+    gate.arrive([Work("a", 1, 10)])
     gate.start("a")
     gate.leave("a")
     gate.leave("a")
     assert (gate.num_waiting, gate.num_waiting_tokens) == (0, 0)
+
+
+def test_nobody_is_refused_while_rows_are_free():
+    gate, _ = admission(num_rows=100)
+    for i in range(50):  # far more than may wait
+        gate.arrive([Work(str(i), 2, 500)])
+    with pytest.raises(OverloadError):
+        gate.arrive([Work("one too many", 1, 1)])
+    gate.start("0")
+    gate.leave("0")
+    gate.arrive([Work("in its place", 2, 1)])
+
+
+def test_what_a_client_asks_for_at_once_is_taken_whole_or_not_at_all():
+    gate, _ = admission()
+    gate.arrive([Work(f"a{i}", 1, 1) for i in range(9)])  # more than may wait, and nobody waits
+    with pytest.raises(OverloadError):
+        gate.arrive([Work(f"b{i}", 1, 1) for i in range(2)])
+    assert gate.num_waiting == 9
+
+
+def test_time_in_which_nobody_waits_says_nothing_about_the_wait():
+    gate, clock = admission(max_requests=100, max_tokens=10**6)
+    for i in range(2):
+        gate.arrive([Work(f"quiet{i}", 1, 1)])
+        gate.start(f"quiet{i}")
+        clock.now += 25
+    for i in range(20):
+        gate.arrive([Work(f"burst{i}", 1, 1)])
+    for i in range(10):  # one begins each second
+        clock.now += 1
+        gate.start(f"burst{i}")
+    assert gate.retry_after_s == pytest.approx(10, abs=2)

@@ -10,8 +10,8 @@ from quire.cli import build_parser, main
 SCREEN = 50
 
 
-def quire(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=120, env=None)
+def quire(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])

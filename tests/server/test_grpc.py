@@ -301,7 +301,7 @@ def test_watchers_are_bounded(rpc_server):
         ({}, "prompt"),
         ({"text": "x", "temperature": 9}, "temperature"),
         ({"text": "x", "temperature": float("nan")}, "temperature"),
-        ({"text": "x", "top_p": 0.0}, "top_p"),
+        ({"text": "x", "top_p": 1.5}, "top_p"),
         ({"text": "x", "top_k": 2**32 - 1}, "top_k"),
         ({"text": "x", "n": 0}, "n"),
         ({"text": "x", "n": 129}, "n"),

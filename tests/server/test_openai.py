@@ -80,6 +80,30 @@ def test_echo_and_logprobs(client, offline):
     assert len(logprobs.tokens) == len(logprobs.text_offset) == len(scores)
 
 
+def test_echo_in_a_stream_brings_the_prompts_scores(client):
+    events = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4, logprobs=0, echo=True, stream=True)
+    choices = [event.choices[0] for event in events]
+    assert "".join(choice.text for choice in choices).startswith(PROMPT)
+    assert sum(len(choice.logprobs.tokens) for choice in choices) == len(PROMPT) + 4
+    assert choices[0].logprobs.token_logprobs[0] is None
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"echo": None, "suffix": None, "best_of": 1, "top_p": 0},
+        {"extra_body": {"top_k": -1, "min_p": None}},
+        {"n": None},
+    ],
+    ids=str,
+)
+def test_what_clients_send_without_meaning_it_changes_nothing(client, more):
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    assert (
+        client.completions.create(**asked, **more).choices[0].text == client.completions.create(**asked).choices[0].text
+    )
+
+
 def test_a_prompt_can_be_scored_without_drawing_anything(client):
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
     assert answer.choices[0].text == PROMPT
@@ -110,7 +134,7 @@ def test_a_chat_in_a_stream_with_n_and_logprobs(client, offline):
     assert set(reasons) == {0, 1, 2}
 
 
-def test_stop_bias_and_penalties_reach_the_sampler(client, offline):
+def test_stop_and_bias_reach_the_sampler(client, offline):
     free = expected(offline, PROMPT, max_tokens=30).outputs[0].text
     stop = free[6:9]
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop])
@@ -123,7 +147,7 @@ def test_stop_bias_and_penalties_reach_the_sampler(client, offline):
 def test_cached_tokens_are_told(client):
     prompt = "a prompt that is sent twice, word for word, so that its pages are found again"
     for expected_hit in (False, True):
-        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, temperature=0)
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=4, n=3, seed=1)
         assert (answer.usage.prompt_tokens_details.cached_tokens > 0) is expected_hit
 
 
@@ -198,3 +222,120 @@ def test_what_is_not_there_is_told_in_the_same_shape(server):
 def test_the_health_trio(server):
     assert [server.get(path)[0] for path in ("/health", "/livez", "/readyz")] == [200, 200, 200]
     assert json.loads(server.get("/version")[1])["version"]
+
+
+# -- structured output and tools --------------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "size": {"enum": ["small", "large"]}},
+    "required": ["city", "size"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_json_schema_shapes_the_answer(client, stream):
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 600,
+        "seed": 1,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}},
+    }
+    if stream:
+        events = client.chat.completions.create(**asked, stream=True)
+        text = "".join(choice.delta.content or "" for event in events for choice in event.choices)
+    else:
+        choice = client.chat.completions.create(**asked).choices[0]
+        assert choice.finish_reason == "stop"
+        text = choice.message.content
+    value = json.loads(text)
+    assert set(value) == {"city", "size"}
+    assert value["size"] in ("small", "large")
+
+
+@pytest.mark.parametrize(
+    ("form", "good"),
+    [
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, lambda text: len(text) == 6 and text[3] == "-"),
+        ({"choice": ["yes", "no", "perhaps"]}, lambda text: text in ("yes", "no", "perhaps")),
+        ({"grammar": 'start: "<" /[a-z]+/ ">"'}, lambda text: text[0] == "<" and text[-1] == ">"),
+        ({"json": {"type": "boolean"}}, lambda text: json.loads(text) in (True, False)),
+    ],
+    ids=str,
+)
+def test_structured_outputs_hold_for_every_sample_and_prompt(client, form, good):
+    answer = client.completions.create(
+        model="tiny", prompt=["a", "b"], n=3, max_tokens=60, seed=4, extra_body={"structured_outputs": form}
+    )
+    ended = [choice.text for choice in answer.choices if choice.finish_reason == "stop"]
+    assert ended
+    assert all(good(text) for text in ended), ended
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        ({"regex": "(("}, "regex"),
+        ({"regex": "a", "choice": ["b"]}, "exactly one"),
+        ({}, "exactly one"),
+        ({"grammar": "start: nothing"}, "grammar"),
+    ],
+    ids=str,
+)
+def test_a_form_that_cannot_be_is_a_bad_request(client, form, says):
+    with pytest.raises(openai.BadRequestError, match=says):
+        client.completions.create(model="tiny", prompt="x", extra_body={"structured_outputs": form})
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_has_valid_arguments(client, choice, stream):
+    asked = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "tools": [WEATHER],
+        "tool_choice": choice,
+        "max_tokens": 600,
+        "seed": 2,
+    }
+    if stream:
+        calls, reasons = [], []
+        for event in client.chat.completions.create(**asked, stream=True):
+            for part in event.choices:
+                calls += part.delta.tool_calls or []
+                reasons += [part.finish_reason] * bool(part.finish_reason)
+        (reason,) = reasons
+    else:
+        answer = client.chat.completions.create(**asked).choices[0]
+        calls, reason = answer.message.tool_calls, answer.finish_reason
+    (call,) = calls
+    assert (call.function.name, reason) == ("get_weather", "tool_calls")
+    assert "city" in json.loads(call.function.arguments)
+
+
+def test_a_conversation_with_a_tools_answer_goes_on(client):
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Bonn"}'}}
+    messages = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, tools=[WEATHER], max_tokens=8, temperature=0, tool_choice="none"
+    )
+    assert answer.choices[0].message.tool_calls is None

@@ -114,6 +114,7 @@ def test_ten_times_more_than_fits(tiny_folder):
         wait_95 = waits[int(0.95 * len(waits))]
         # What is promised is when those that wait will have begun: the wait of whoever was taken just before.
         promised, waited = [], []
+        taken.sort(key=lambda reply: reply.sent_at)
         for at, _, says in refused:
             before = [reply for reply in taken if reply.sent_at < at]
             if before and before[-1].times and at - before[-1].sent_at < 1:

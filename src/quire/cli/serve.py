@@ -29,9 +29,9 @@ def run(args: argparse.Namespace) -> int:
     def ready(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    model_name = (
-        Path(args.model).stem if Path(args.model).suffix == ".gguf" else Path(args.model.partition("@")[0]).name
-    )
+    path = Path(args.model)
+    here = path.resolve() if path.exists() else Path(args.model.partition("@")[0])  # else on the hub, pinned
+    model_name = here.stem if here.suffix == ".gguf" else here.name
     asyncio.run(serve(lambda: LLM(args.model, **knobs), model_name, config, keys, admin_keys, on_ready=ready))
     return 0
 

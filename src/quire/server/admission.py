@@ -8,8 +8,8 @@ known from how fast requests have begun lately.
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 LONGEST_RETRY_S = 120
 """What clients of OpenAI obey at most."""
@@ -26,22 +26,32 @@ class OverloadError(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+class Work(NamedTuple):
+    """What one request of the engine may come to."""
+
+    request_id: str
+    num_sequences: int
     num_tokens: int
-    since: float
+    """Prompt and answers."""
 
 
 class Admission:
     """The queue's bounds. For one thread."""
 
-    def __init__(self, *, max_requests: int, max_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, max_requests: int, max_tokens: int, num_rows: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
+        self.num_rows = num_rows
+        """Sequences that run at once: as long as some are free, nobody is refused."""
         self.num_rejected = 0
         self._clock = clock
-        self._waiting: dict[str, _Waiting] = {}
-        self._num_tokens = 0
+        self._waiting: dict[str, Work] = {}
+        self._running: dict[str, Work] = {}
+        self._num_tokens = self._num_sequences = 0
+        # Only time in which somebody waits tells how fast those that wait begin.
+        self._waited_s, self._waiting_since = 0.0, 0.0
         self._begun: deque[float] = deque(maxlen=RECENT)
 
     @property
@@ -56,50 +66,68 @@ class Admission:
 
     def check_room(self) -> None:
         """Raise OverloadError if not even an empty request would be taken: before a prompt is read."""
-        if len(self._waiting) >= self.max_requests:
+        if self._num_sequences >= self.num_rows and len(self._waiting) >= self.max_requests:
             self._reject(f"{len(self._waiting)} requests wait, at most {self.max_requests} may")
 
-    def arrive(self, request_id: str, num_sequences: int, prompt_len: int, max_tokens: int) -> None:
-        """Count a request in, or raise OverloadError."""
-        self.check_room()
-        num_tokens = prompt_len + num_sequences * max_tokens
-        # One that is larger than the whole queue waits alone: else it would never be taken.
-        if self._waiting and self._num_tokens + num_tokens > self.max_tokens:
-            self._reject(
-                f"{self._num_tokens:,} tokens wait and this request may come to {num_tokens:,} more; at most "
-                f"{self.max_tokens:,} may wait"
-            )
-        self._waiting[request_id] = _Waiting(num_tokens, self._clock())
+    def arrive(self, works: Sequence[Work]) -> None:
+        """Count in what one client asks for at once, or raise OverloadError."""
+        num_tokens = sum(work.num_tokens for work in works)
+        has_free_rows = self._num_sequences + sum(work.num_sequences for work in works) <= self.num_rows
+        # What is larger than the whole queue waits alone: else it would never be taken.
+        if self._waiting and not has_free_rows:
+            if len(self._waiting) + len(works) > self.max_requests:
+                self._reject(f"{len(self._waiting)} requests wait, at most {self.max_requests} may")
+            if self._num_tokens + num_tokens > self.max_tokens:
+                self._reject(
+                    f"{self._num_tokens:,} tokens wait and this may come to {num_tokens:,} more; at most "
+                    f"{self.max_tokens:,} may wait"
+                )
+        if not self._waiting:
+            self._waiting_since = self._clock()
+        for work in works:
+            self._waiting[work.request_id] = work
+            self._num_sequences += work.num_sequences
         self._num_tokens += num_tokens
 
     def start(self, request_id: str) -> None:
         """It has a row."""
-        if self._forget(request_id):
-            self._begun.append(self._clock())
+        work = self._end_wait(request_id)
+        if work:
+            self._running[request_id] = work
+            self._begun.append(self._waited())
 
     def leave(self, request_id: str) -> None:
         """It has ended, perhaps without ever having had one."""
-        self._forget(request_id)
+        work = self._running.pop(request_id, None) or self._end_wait(request_id)
+        if work:
+            self._num_sequences -= work.num_sequences
 
     @property
     def retry_after_s(self) -> int:
         """Whole seconds until those that wait now will have begun, as far as can be told."""
-        now, begun = self._clock(), self._begun
+        now, begun = self._waited(), self._begun
         while begun and begun[0] < now - STALE_S:
             begun.popleft()
         if len(begun) < 2:
-            oldest = min((one.since for one in self._waiting.values()), default=now)
-            seconds = now - oldest  # nobody has begun since: at least as long again
+            seconds = self._clock() - self._waiting_since if self._waiting else 0.0  # at least as long again
         else:
             seconds = len(self._waiting) * (now - begun[0]) / len(begun)
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY_S)
+
+    def _waited(self) -> float:
+        """Seconds in which somebody has waited."""
+        return self._waited_s + (self._clock() - self._waiting_since if self._waiting else 0.0)
 
     def _reject(self, message: str) -> None:
         self.num_rejected += 1
         raise OverloadError(f"the server is busy: {message}", self.retry_after_s)
 
-    def _forget(self, request_id: str) -> bool:
-        waiting = self._waiting.pop(request_id, None)
-        if waiting:
-            self._num_tokens -= waiting.num_tokens
-        return waiting is not None
+    def _end_wait(self, request_id: str) -> Work | None:
+        work = self._waiting.get(request_id)
+        if work:
+            waited = self._waited()
+            del self._waiting[request_id]
+            self._num_tokens -= work.num_tokens
+            if not self._waiting:
+                self._waited_s = waited
+        return work

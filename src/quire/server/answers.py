@@ -13,9 +13,12 @@ from quire.server.bridge import Stream, Update
 from quire.server.errors import ApiError
 from quire.server.service import Caller, Service
 from quire.server.tools import ToolParser, tool_style
+from quire.structured import Structured
 from quire.tokenizer import Tokenizer
 
-FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length", "abort": "stop"}
+SMALLEST_TOP_P = 1e-6
+"""What a top_p of 0 means: the likeliest token."""
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 TEMPLATE_KWARGS = ("enable_thinking", "date_string", "custom_tools", "builtin_tools", "tools_in_user_message")
 """Variables of chat templates that a request may set."""
 
@@ -29,7 +32,7 @@ class Asked:
     stream: bool
     include_usage: bool
     timeout_s: float | None
-    structured: Any = None
+    structured: Structured | None = None
     """What the answer must look like, to be compiled; None for anything."""
 
 
@@ -46,8 +49,8 @@ class Answer:
         self.id = asked.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.n = asked.n or 1
-        self.return_token_ids = asked.return_token_ids
-        self.prompt_logprobs = asked.prompt_logprobs
+        self.return_token_ids = bool(asked.return_token_ids)
+        self.prompt_logprobs = bool(asked.prompt_logprobs)
 
     def head(self, name: str) -> dict[str, Any]:
         """What every object of this answer begins with."""
@@ -93,7 +96,12 @@ class Answer:
 
     def token(self, token_id: int) -> str:
         """A token as text, special ones too."""
-        return self.tokenizer.decode([token_id], skip_special=False) if self.tokenizer else ""
+        return self.piece(token_id).decode("utf-8", "replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token, special ones too."""
+        pieces = self.tokenizer.pieces if self.tokenizer else ()
+        return pieces[token_id] if token_id < len(pieces) else b""
 
 
 # -- completions ------------------------------------------------------------------------------------------------------
@@ -107,9 +115,10 @@ class CompletionAnswer(Answer):
 
     def __init__(self, service: Service, asked: wire.CompletionRequest, prompts: list[list[int]]) -> None:
         super().__init__(service, asked)
-        self.echo = asked.echo
+        self.echo = bool(asked.echo)
         self.logprobs = asked.logprobs
         self._prompts = prompts
+        self._written: Any = asked.prompt
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
@@ -130,8 +139,7 @@ class CompletionAnswer(Answer):
         text, logprobs = update.text, list(update.logprobs)
         entries: list[TokenLogprob | None] = list(logprobs)
         if self.echo and is_first:
-            prefix = self.tokenizer.decode(self._prompts[prompt], skip_special=False) if self.tokenizer else ""
-            text = prefix + text
+            text = self._prefix(prompt) + text
             if self.logprobs is not None:
                 entries = list(stream.prompt_logprobs or ()) + entries
         shown = None
@@ -144,6 +152,13 @@ class CompletionAnswer(Answer):
             "finish_reason": update.finish_reason and FINISH_REASONS[update.finish_reason],
         }
         return choice | self._extras(stream, update, is_whole=is_whole)
+
+    def _prefix(self, prompt: int) -> str:
+        """The prompt as its client wrote it."""
+        written = self._written if isinstance(self._written, str) else self._written[prompt]
+        if isinstance(written, str):
+            return written
+        return self.tokenizer.decode(self._prompts[prompt]) if self.tokenizer else ""
 
     def _logprobs(self, index: int, entries: list[TokenLogprob | None], prompt: list[int]) -> dict[str, Any]:
         tokens, offsets, at = [], [], self._offsets.get(index, 0)
@@ -172,7 +187,7 @@ async def read_completion(
     params = _sampling(
         asked,
         logprobs=asked.logprobs,
-        prompt_logprobs=asked.prompt_logprobs or scored,
+        prompt_logprobs=bool(asked.prompt_logprobs or scored),
         default_max_tokens=default_max_tokens,
     )
     answer = CompletionAnswer(service, asked, prompts)
@@ -182,15 +197,31 @@ async def read_completion(
 async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
     if isinstance(prompt, str):
         return [await service.encode(prompt)]
-    if all(isinstance(entry, int) for entry in prompt):
-        return [prompt]
+    if isinstance(prompt[0], int):
+        return [_ids(service, prompt)]
     if len(prompt) > wire.MAX_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts, at most {wire.MAX_PROMPTS}", param="prompt")
     if all(isinstance(entry, str) for entry in prompt):
         return [await service.encode(entry) for entry in prompt]
-    if all(isinstance(entry, list) for entry in prompt):
-        return prompt
-    raise ApiError(400, "prompt: strings, token ids and lists of token ids cannot be mixed", param="prompt")
+    if isinstance(prompt[0], list):
+        return [_ids(service, entry) for entry in prompt]
+    raise _mixed()
+
+
+def _ids(service: Service, entry: Any) -> list[int]:
+    """A prompt of token ids. Its length comes first: it may be long."""
+    if not isinstance(entry, list):
+        raise _mixed()
+    if len(entry) > service.max_model_len:
+        message = f"prompt: {len(entry):,} tokens do not fit into max_model_len={service.max_model_len}"
+        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+    if not all(isinstance(token_id, int) for token_id in entry):
+        raise _mixed()
+    return entry
+
+
+def _mixed() -> ApiError:
+    return ApiError(400, "prompt: strings, token ids and lists of token ids cannot be mixed", param="prompt")
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------
@@ -251,9 +282,7 @@ class ChatAnswer(Answer):
         if update.finish_reason:
             more, last = parser.finish()
             content, calls = content + more, calls + last
-        return content, [
-            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": call} for call in calls
-        ]
+        return content, [{"id": uuid.uuid4().hex[:9], "type": "function", "function": call} for call in calls]
 
     def _finish_reason(self, update: Update) -> str | None:
         if update.finish_reason is None:
@@ -270,8 +299,9 @@ class ChatAnswer(Answer):
         ]
 
     def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.token(token_id)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        piece = self.piece(token_id)
+        token = piece.decode("utf-8", "replace")
+        return {"token": token, "logprob": max(logprob, -9999.0), "bytes": list(piece)}
 
 
 async def read_chat(service: Service, asked: wire.ChatRequest, caller: Caller) -> Asked:
@@ -281,21 +311,20 @@ async def read_chat(service: Service, asked: wire.ChatRequest, caller: Caller) -
     if asked.top_logprobs is not None and not asked.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     tools, style = _tools(service, asked)
-    kwargs = _template_kwargs(asked.chat_template_kwargs)
+    kwargs = _template_kwargs(asked.chat_template_kwargs or {})
     if tools:
         kwargs["tools"] = tools
-    messages = [_message(message) for message in asked.messages]
     tokenizer = service.tokenizer
 
     def prompt_ids() -> list[int]:
-        text = tokenizer.render_chat(messages, **kwargs)
-        return tokenizer.encode(text, add_special=False)
+        messages = [_message(message) for message in asked.messages]
+        return service.encode_here(tokenizer.render_chat(messages, **kwargs), add_special=False, param="messages")
 
-    prompt = await service.help(prompt_ids)
+    prompt = await service.aside(prompt_ids)
     params = _sampling(
         asked,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        prompt_logprobs=asked.prompt_logprobs,
+        prompt_logprobs=bool(asked.prompt_logprobs),
         max_tokens=asked.max_completion_tokens,
     )
     structured = _structured(asked.structured_outputs, asked.response_format) or _forced_call(asked)
@@ -363,7 +392,7 @@ def _function(function: wire.Function) -> dict[str, Any]:
     return {"name": function.name, "description": function.description or "", "parameters": parameters}
 
 
-def _forced_call(asked: wire.ChatRequest) -> Any:
+def _forced_call(asked: wire.ChatRequest) -> Structured | None:
     """A schema of the calls that may come, when one must."""
     if not _is_forced(asked) or not asked.tools:
         return None
@@ -381,7 +410,7 @@ def _forced_call(asked: wire.ChatRequest) -> Any:
         for tool in asked.tools
         if wanted in (None, tool.function.name)
     ]
-    return {"json_schema": options[0] if len(options) == 1 else {"anyOf": options}}
+    return Structured(json_schema=options[0] if len(options) == 1 else {"anyOf": options}, name="tools")
 
 
 def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -395,29 +424,24 @@ def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
-def _structured(outputs: wire.StructuredOutputs | None, form: Any = None) -> Any:
-    """What the answer must look like, as one of the grammar's kinds."""
-    asked: list[dict[str, Any]] = []
-    if isinstance(form, wire.JsonObjectFormat):
-        asked.append({"json_object": True})
-    if isinstance(form, wire.JsonSchemaFormat):
-        asked.append({"json_schema": form.json_schema.schema})
-    if outputs is not None:
-        names = {
-            "json": "json_schema",
-            "json_object": "json_object",
-            "regex": "regex",
-            "choice": "choice",
-            "grammar": "grammar",
-        }
-        given = {kind: getattr(outputs, name) for name, kind in names.items() if getattr(outputs, name)}
-        if len(given) != 1:
-            message = f"structured_outputs: give exactly one of {', '.join(names)}"
-            raise ApiError(400, message, param="structured_outputs")
-        asked.append(given)
-    if len(asked) > 1:
+def _structured(outputs: wire.StructuredOutputs | None, form: Any = None) -> Structured | None:
+    """What the answer must look like."""
+    if isinstance(form, wire.JsonObjectFormat | wire.JsonSchemaFormat) and outputs is not None:
         raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
-    return asked[0] if asked else None
+    if isinstance(form, wire.JsonObjectFormat):
+        return Structured(json_object=True, name="response_format")
+    if isinstance(form, wire.JsonSchemaFormat):
+        return Structured(json_schema=form.json_schema.schema, name="response_format")
+    if outputs is None:
+        return None
+    return Structured(
+        json_schema=outputs.json,
+        json_object=bool(outputs.json_object),
+        regex=outputs.regex,
+        choice=outputs.choice,
+        grammar=outputs.grammar,
+        name="structured_outputs",
+    )
 
 
 def _sampling(
@@ -431,17 +455,17 @@ def _sampling(
     max_tokens = asked.max_tokens if max_tokens is None else max_tokens
     return SamplingParams(
         temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p,
-        top_k=asked.top_k,
-        min_p=asked.min_p,
+        top_p=1.0 if asked.top_p is None else asked.top_p or SMALLEST_TOP_P,
+        top_k=max(asked.top_k or 0, 0),
+        min_p=asked.min_p or 0.0,
         seed=None if asked.seed is None else asked.seed % (1 << 64),
         n=asked.n or 1,
         max_tokens=default_max_tokens if max_tokens is None else max_tokens,
-        min_tokens=asked.min_tokens,
+        min_tokens=asked.min_tokens or 0,
         stop=asked.stop or (),
-        stop_token_ids=asked.stop_token_ids,
-        ignore_eos=asked.ignore_eos,
-        repetition_penalty=asked.repetition_penalty,
+        stop_token_ids=asked.stop_token_ids or (),
+        ignore_eos=bool(asked.ignore_eos),
+        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
         logit_bias=asked.logit_bias or {},
@@ -458,7 +482,7 @@ def _asked(
     prompts: list[list[int]],
     params: SamplingParams,
     *,
-    structured: Any,
+    structured: Structured | None,
 ) -> Asked:
     stream = bool(asked.stream)
     if asked.stream_options is not None and not stream:
@@ -468,14 +492,23 @@ def _asked(
             id=f"{answer.id}-{i}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=tuple(prompt),
             params=params,
-            priority=asked.priority,
-            cache_salt=caller.salt(asked.cache_salt),
+            priority=_priority(service, asked),
+            cache_salt=caller.salt(asked.cache_salt or ""),
             stream=stream,
         )
         for i, prompt in enumerate(prompts)
     ]
-    include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
     return Asked(requests, answer, stream, include_usage, asked.timeout, structured)
+
+
+def _priority(service: Service, asked: wire.Sampling) -> int:
+    """Who goes first: nobody beyond what the server allows."""
+    priority = asked.priority or 0
+    if priority > service.max_priority:
+        message = f"priority={priority}: at most {service.max_priority} may be asked for here (--max-priority)"
+        raise ApiError(400, message, param="priority", code="invalid_value")
+    return priority
 
 
 def usage(streams: list[Stream]) -> dict[str, Any]:

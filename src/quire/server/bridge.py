@@ -11,26 +11,34 @@ merged, so that a stream never holds more than its own request's tokens.
 
 import asyncio
 import contextlib
-import heapq
-import itertools
 import logging
 import queue
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from quire.engine import Engine
 from quire.llm import LLM, new_text
-from quire.request import Request, Sequence, SequenceState, TokenEvent, TokenLogprob
-from quire.server.admission import Admission
+from quire.request import FinishReason, Grammar, Request, Sequence, SequenceState, TokenEvent, TokenLogprob
+from quire.server.admission import Admission, Work
 
 _log = logging.getLogger("quire.server")
 
 STALLED_AFTER_S = 8.0
 """A thread that has not begun a step for so long hangs: a step of full rows and all rounds takes about a second."""
+STALLED_STEPS = 4
+"""Or so many times as long as the longest step so far, on a slow machine."""
 IDLE_BEAT_S = 1.0
+"""How often an idle thread shows itself."""
+LOOK_S = 1.0
+MAX_FAILED_IN_A_ROW = 3
+FAILING_S = 5.0
+"""After so many failed steps in a row, so long nothing is taken."""
 
 
 class UnavailableError(Exception):
@@ -43,7 +51,7 @@ class StreamError(Exception):
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
         self.reason = reason
-        """"deadline", "cancelled" or "error"."""
+        """"deadline", "cancelled", "invalid", "unavailable" or "error"."""
 
 
 @dataclass(slots=True)
@@ -78,14 +86,16 @@ class Times:
 class Stream:
     """One request under way, as its client's coroutine sees it: batches of updates until every sequence has ended."""
 
-    def __init__(self, bridge: "Bridge", request: Request, deadline: float | None) -> None:
+    def __init__(self, bridge: "Bridge", request: Request) -> None:
         self.request = request
-        self.deadline = deadline
+        self.timer: asyncio.TimerHandle | None = None
+        """Ends it when its time is over."""
         self.times = Times(time.monotonic())
         self.num_cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob | None] | None = None
         self.num_output_tokens = 0
         self.sequences: list[Sequence] = []
+        self.is_told = False
         self.num_unfinished = request.params.n
         """Sequences whose end has not been handed over; this and the sequences belong to the engine's thread."""
         self.is_cancelled = False
@@ -167,6 +177,8 @@ class Bridge:
         self._streams: dict[str, Stream] = {}
         """Those that have not ended, by request id."""
         self._is_draining = False
+        self._stalled_after_s = STALLED_AFTER_S
+        self._failing_until = 0.0
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._beat = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -174,8 +186,7 @@ class Bridge:
         self._watched: dict[str, Stream] = {}
         self._unstarted: dict[str, Stream] = {}
         self._events: list[TokenEvent] = []
-        self._deadlines: list[tuple[float, int, Stream]] = []
-        self._counter = itertools.count()
+        self._num_failed_in_a_row = 0
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -183,6 +194,14 @@ class Bridge:
         """Load the model and be ready; raises what loading raises."""
         self._thread.start()
         await self._ready
+        self._look()
+
+    def _look(self) -> None:
+        """Once a second: no stream waits for an engine that does not answer."""
+        if not self.is_healthy:
+            for stream in self.streams:
+                self._end(stream, StreamError("the engine does not answer", "unavailable"))
+        self._looking = self._loop.call_later(LOOK_S, self._look)
 
     async def drain(self) -> None:
         """Take nothing new and wait until every stream has ended."""
@@ -193,11 +212,12 @@ class Bridge:
         """Take nothing new and end what runs."""
         self._is_draining = True
         for stream in list(self._streams.values()):
-            self._end(stream, StreamError("the server is stopping", "cancelled"))
+            self._end(stream, StreamError("the server is stopping", "unavailable"))
 
     async def stop(self) -> None:
         """End what runs, and the thread."""
         self.end_all()
+        self._looking.cancel()
         self._inbox.put(None)
         await asyncio.to_thread(self._thread.join, STALLED_AFTER_S)  # one that hangs is left behind
 
@@ -209,7 +229,8 @@ class Bridge:
     @property
     def is_healthy(self) -> bool:
         """Whether the engine steps, or waits for something to do."""
-        return self._thread.is_alive() and self.beat_age < STALLED_AFTER_S
+        now = time.monotonic()
+        return self._thread.is_alive() and self.beat_age < self._stalled_after_s and now >= self._failing_until
 
     @property
     def beat_age(self) -> float:
@@ -228,25 +249,33 @@ class Bridge:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request, *, timeout_s: float | None = None, grammar: Any = None) -> Stream:
-        """Take a request and count it, or raise RequestError, OverloadError or UnavailableError."""
+    def submit(
+        self, requests: SequenceOf[Request], *, timeout_s: float | None = None, grammar: Grammar | None = None
+    ) -> list[Stream]:
+        """Take and count what a client asks for at once; RequestError, OverloadError or UnavailableError if not."""
         if self._is_draining or not self._ready.done():
             raise UnavailableError("the server is draining" if self._is_draining else "the model is being loaded")
         if not self.is_healthy:
             raise UnavailableError("the engine does not answer")
-        max_tokens = self.llm.engine.check(request)
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        stream = Stream(self, request, deadline)
-        self.admission.arrive(request.id, request.params.n, len(request.prompt_token_ids), max_tokens)
-        self._streams[request.id] = stream
+        works = []
+        for request in requests:
+            max_tokens, n = self.llm.engine.check(request), request.params.n
+            works.append(Work(request.id, n, len(request.prompt_token_ids) + n * max_tokens))
+        self.admission.arrive(works)
+        return [self._submit(request, timeout_s, grammar and grammar.copy()) for request in requests]
+
+    def _submit(self, request: Request, timeout_s: float | None, grammar: Grammar | None) -> Stream:
+        stream = self._streams[request.id] = Stream(self, request)
         self._idle.clear()
+        if timeout_s is not None:
+            late = StreamError("the request's time is over", "deadline")
+            stream.timer = self._loop.call_later(timeout_s, self._end, stream, late)
         self._inbox.put(lambda engine: self._add(engine, stream, grammar))
         return stream
 
     def cancel(self, stream: Stream) -> None:
         """End a request early. What it has not handed out is dropped."""
-        if stream.request.id in self._streams:
-            self._end(stream, StreamError("the request was cancelled", "cancelled"))
+        self._end(stream, StreamError("the request was cancelled", "cancelled"))
 
     def abort(self, request_id: str) -> bool:
         """The same by id; False if there is no such request."""
@@ -282,6 +311,8 @@ class Bridge:
 
     def _end(self, stream: Stream, error: StreamError) -> None:
         """Early, from the event loop's side."""
+        if stream.request.id not in self._streams:
+            return
         stream.is_cancelled = True
         self._inbox.put(lambda engine: self._drop(engine, stream))
         self._close(stream, error)
@@ -290,6 +321,8 @@ class Bridge:
         if self._streams.pop(stream.request.id, None) is None:
             return
         stream.times.finished = time.monotonic()
+        if stream.timer:
+            stream.timer.cancel()
         self.admission.leave(stream.request.id)
         if error:
             stream.fail(error)
@@ -334,32 +367,45 @@ class Bridge:
             self._post(self._ready.set_exception, error)
             return
         self._beat = time.monotonic()
-        self._post(self._ready.set_result, None)
         engine = self.llm.engine
+        self.admission.num_rows = engine.config.max_num_seqs
+        self._post(self._ready.set_result, None)
         try:
             while self._take_inbox(engine):
                 self._beat = time.monotonic()
-                self._expire(engine)
                 self._step(engine)
         except BaseException as error:
-            _log.critical(f"the engine's thread ends: {type(error).__name__}: {error}")
+            _log.critical("the engine's thread ends", extra={"error": type(error).__name__, "at": place_of(error)})
             raise
 
     def _step(self, engine: Engine) -> None:
         start, is_failed = time.monotonic(), False
         try:
             self._events = engine.step(meanwhile=self._deliver)
+            self._num_failed_in_a_row = 0
         except Exception as error:
             is_failed = True
-            self.num_failed_steps += 1
-            _log.error(f"a step failed: {type(error).__name__}: {error}")
-            self._deliver()
-            self._find_silent_ends(engine)
+            self._survive(engine, error)
         end = time.monotonic()
+        self._stalled_after_s = max(self._stalled_after_s, STALLED_STEPS * (end - start))
         for observer in self._observers:
             observer.on_step(engine, start, end, is_failed)
         if not engine.has_work:
             self._deliver()  # no other step will come to do it
+
+    def _survive(self, engine: Engine, error: Exception) -> None:
+        """A step failed. When that goes on, everything ends, and for a while nothing is taken."""
+        self.num_failed_steps += 1
+        self._num_failed_in_a_row += 1
+        _log.error("a step failed", extra={"error": type(error).__name__, "at": place_of(error)})
+        self._deliver()
+        self._find_silent_ends(engine)
+        if self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW:
+            self._num_failed_in_a_row = 0
+            self._failing_until = time.monotonic() + FAILING_S
+            for stream in list(self._watched.values()):
+                self._fail(engine, stream)
+            engine.reset()
 
     def _take_inbox(self, engine: Engine) -> bool:
         """Do what the event loop asked for; waits when there is nothing else to do. False to end."""
@@ -376,18 +422,16 @@ class Bridge:
                 return False
             command(engine)
 
-    def _add(self, engine: Engine, stream: Stream, grammar: Any) -> None:
+    def _add(self, engine: Engine, stream: Stream, grammar: Grammar | None) -> None:
         if stream.is_cancelled:
             return
         try:
-            stream.sequences = engine.add(stream.request) if grammar is None else engine.add(stream.request, grammar)
+            stream.sequences = engine.add(stream.request, grammar)
         except Exception as error:
-            failure = StreamError(f"the request could not be added: {error}", "error")
+            failure = StreamError(str(error), "invalid" if isinstance(error, ValueError) else "error")
             self._post(self._close, stream, failure)
             return
         self._watched[stream.request.id] = self._unstarted[stream.request.id] = stream
-        if stream.deadline is not None:
-            heapq.heappush(self._deadlines, (stream.deadline, next(self._counter), stream))
 
     def _drop(self, engine: Engine, stream: Stream) -> None:
         engine.abort(stream.request.id)
@@ -397,24 +441,26 @@ class Bridge:
         self._watched.pop(stream.request.id, None)
         self._unstarted.pop(stream.request.id, None)
 
-    def _expire(self, engine: Engine) -> None:
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, stream = heapq.heappop(self._deadlines)
-            if stream.request.id in self._watched:
-                self._drop(engine, stream)
-                self._post(self._close, stream, StreamError("the request's time is over", "deadline"))
-
     def _deliver(self) -> None:
         """Hand over the last step's tokens, as text; and who has begun in this one."""
         events, self._events = self._events, []
         batch: list[tuple[Stream, Update, bool]] = []
+        broken: list[Stream] = []
         for event in events:
             stream = self._watched.get(event.sequence.request.id)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 batch.append((stream, *self._update(stream, event)))
+            except Exception as error:  # a bug of ours with one stream is not the others'
+                _log.error("an update failed", extra={"error": type(error).__name__, "at": place_of(error)})
+                broken.append(stream)
         if batch:
             self._post(self._receive, batch)
+        for stream in broken:
+            self._forget(stream)
+            self.llm.engine.abort_soon(stream.request.id)  # the step that is under way may have it
+            self._post(self._close, stream, _failure())
         started = [i for i, stream in self._unstarted.items() if _has_started(stream)]
         for request_id in started:
             del self._unstarted[request_id]
@@ -427,17 +473,19 @@ class Bridge:
         update = Update(sequence.index, new_text(sequence), list(event.token_ids))
         if sequence.params.logprobs is not None and num_new:
             update.logprobs = sequence.logprobs[-num_new:]
-        if stream.times.first_token == 0.0:
-            stream.num_cached_tokens = sequence.num_cached_tokens
-        reason = sequence.finish_reason
+        first, reason = stream.sequences[0], sequence.finish_reason
+        if not stream.is_told:
+            stream.is_told = True
+            stream.num_cached_tokens = first.num_cached_tokens
+            stream.prompt_logprobs = first.prompt_logprobs if first.params.prompt_logprobs else None
+        if reason is FinishReason.ABORT:
+            raise ValueError("what the grammar allows cannot be gone on with")
         update.finish_reason = reason and str(reason)
         if not reason:
             return update, False
         stream.num_unfinished -= 1
         is_last = stream.num_unfinished == 0
         if is_last:
-            first = stream.sequences[0]
-            stream.prompt_logprobs = first.prompt_logprobs if first.params.prompt_logprobs else None
             self._forget(stream)
         return update, is_last
 
@@ -445,9 +493,21 @@ class Bridge:
         """Sequences that a failed step ended come without an event: their streams fail."""
         for stream in list(self._watched.values()):
             if any(str(one.finish_reason) == "abort" for one in stream.sequences):
-                self._drop(engine, stream)
-                failure = StreamError("the request failed inside the engine; it may be sent again", "error")
-                self._post(self._close, stream, failure)
+                self._fail(engine, stream)
+
+    def _fail(self, engine: Engine, stream: Stream) -> None:
+        self._drop(engine, stream)
+        self._post(self._close, stream, _failure())
+
+
+def _failure() -> StreamError:
+    return StreamError("the request failed inside the engine; it may be sent again", "error")
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised: its message may quote a request, and does not belong in a log."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])
 
 
 def _has_started(stream: Stream) -> bool:

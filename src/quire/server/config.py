@@ -26,6 +26,7 @@ class ServerConfig:
     served_model_name: str | None = _knob(None, "what clients call the model; by default the name of its file")
     max_queued_requests: int = _knob(256, "requests that may wait; more are told to come again")
     max_queued_tokens: int = _knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
+    max_priority: int = _knob(0, "the highest priority a request may ask for", expert=True)
     max_connections: int = _knob(1024, "open connections; more are closed at once", expert=True)
     max_body_bytes: int = _knob(8 << 20, "of one request", expert=True)
     read_timeout_s: int = _knob(20, "seconds a client may take to send a request", expert=True)

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients know them: `{"error": {"message", "type", "param", "code"}}`."""
 
+import logging
 import re
 from typing import Any
 
@@ -7,13 +8,15 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from quire.server.admission import OverloadError
-from quire.server.bridge import StreamError, UnavailableError
+from quire.server.bridge import StreamError, UnavailableError, place_of
+
+_log = logging.getLogger("quire.server")
 
 MAX_MESSAGE_LEN = 1000
 """Characters; a longer one quotes too much of the request."""
-STATUS_OF_REASON = {"deadline": 408, "cancelled": 499, "error": 500}
-_REQUEST = re.compile(r"^request \S+: ")
-_FIELD = re.compile(r"^(?:a )?([a-z_]+)(?:\[[^\]]*\])?(?:=| has | holds | of | token )")
+STATUS_OF_REASON = {"invalid": 400, "unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500}
+_REQUEST = re.compile(r"^request \S+:? ")
+_FIELD = re.compile(r"^(?:a )?([a-z_]+)(?:\[[^\]]*\])?(?:=|\.| has | holds | of | token | must )")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
@@ -63,12 +66,15 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, StreamError):
-        return ApiError(STATUS_OF_REASON[error.reason], str(error), code=error.reason)
+        # What was too slow once would be again: clients of OpenAI obey this and do not send it twice more.
+        headers = {"x-should-retry": "false"} if error.reason == "deadline" else {}
+        return ApiError(STATUS_OF_REASON[error.reason], str(error), code=error.reason, headers=headers)
     if isinstance(error, ValueError):
         message = _REQUEST.sub("", str(error))
         field = _FIELD.match(message)
         code = "context_length_exceeded" if "max_model_len" in message else "invalid_value"
         return ApiError(400, message, param=field[1] if field else None, code=code)
+    _log.error("internal error", extra={"error": type(error).__name__, "at": place_of(error)})
     return ApiError(500, "internal error", code="internal")
 
 

@@ -68,19 +68,21 @@ class Api:
         """`/v1/completions`."""
         asked = _decode(await request.body(), wire.CompletionRequest)
         self.service.check_model(asked.model)
+        self.service.bridge.admission.check_room()
         return await self._answer(request, await read_completion(self.service, asked, request.state.caller))
 
     async def chat(self, request: HttpRequest) -> Response:
         """`/v1/chat/completions`."""
         asked = _decode(await request.body(), wire.ChatRequest)
         self.service.check_model(asked.model)
+        self.service.bridge.admission.check_room()
         return await self._answer(request, await read_chat(self.service, asked, request.state.caller))
 
     async def _answer(self, request: HttpRequest, asked: Asked) -> Response:
-        grammar = await self.service.compile(asked.structured) if asked.structured else None
+        grammar = await self.service.compile(asked.structured, asked.requests[0].cache_salt)
         limit = float(self.config.request_timeout_s)
         timeout_s = limit if asked.timeout_s is None else min(asked.timeout_s, limit)
-        streams = self.service.submit(asked.requests, timeout_s, grammar)
+        streams = self.service.bridge.submit(asked.requests, timeout_s=timeout_s, grammar=grammar)
         for stream in streams:
             stream.traceparent = request.headers.get("traceparent")
         if asked.stream:
@@ -91,7 +93,8 @@ class Api:
             await asyncio.wait((gone, whole), return_when=asyncio.FIRST_COMPLETED)
             if not whole.done():
                 raise ApiError(499, "the client is gone", code="cancelled")
-            return _json(asked.answer.body(streams, whole.result()))
+            # Log-probabilities of many tokens take a while to write down.
+            return await asyncio.to_thread(lambda: _json(asked.answer.body(streams, whole.result())))
         finally:
             gone.cancel()
             whole.cancel()
@@ -108,7 +111,7 @@ class Api:
         """`/detokenize`."""
         asked = _decode(await request.body(), wire.DetokenizeRequest)
         self.service.check_model(asked.model)
-        return _json({"prompt": await self.service.help(self.service.tokenizer.decode, asked.tokens, False)})
+        return _json({"prompt": await self.service.aside(self.service.tokenizer.decode, asked.tokens, False)})
 
     async def models(self, request: HttpRequest) -> Response:
         """`/v1/models`."""
@@ -126,6 +129,7 @@ class Api:
             "created": self.service.started_at,
             "owned_by": "quire",
             "max_model_len": self.service.max_model_len,
+            "vocab_size": self.service.bridge.llm.engine.model.vocab_size,
         }
 
     # -- how it is -----------------------------------------------------------------------------------------------------
@@ -248,11 +252,7 @@ async def _collect(streams: list[Stream]) -> list[dict[int, Update]]:
     wholes: list[dict[int, Update]] = [{} for _ in streams]
     async for prompt, updates in _merged(streams):
         for update in updates:
-            whole = wholes[prompt].setdefault(update.index, Update(update.index))
-            whole.text += update.text
-            whole.token_ids += update.token_ids
-            whole.logprobs += update.logprobs
-            whole.finish_reason = update.finish_reason
+            wholes[prompt].setdefault(update.index, Update(update.index)).add(update)
     return wholes
 
 

@@ -7,6 +7,7 @@ import msgspec
 
 from quire import __version__
 from quire.server import wire
+from quire.server.guard import PUBLIC
 
 POSTS = {
     "/v1/completions": wire.CompletionRequest,
@@ -14,8 +15,8 @@ POSTS = {
     "/tokenize": wire.TokenizeRequest,
     "/detokenize": wire.DetokenizeRequest,
 }
-GETS = ("/v1/models", "/health", "/livez", "/readyz", "/metrics", "/version")
-ERRORS = (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
+GETS = ("/v1/models", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json")
+ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 
 
 @cache
@@ -33,6 +34,8 @@ def openapi() -> dict[str, Any]:
         }
     for path in GETS:
         paths[path] = {"get": {"responses": {"200": {"description": "the answer"}, **errors}}}
+        if path in PUBLIC:
+            paths[path]["get"]["security"] = []
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     paths["/v1/models/{name}"] = {"get": paths["/v1/models"]["get"] | {"parameters": [name]}}
     return {

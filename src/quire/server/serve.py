@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ KEEP_ALIVE_S = 30
 LISTEN_BACKLOG = 512
 SPARE_FILES = LISTEN_BACKLOG + 256
 """Beside those of connections: connections that are accepted to be refused, model files, libraries."""
+SWITCH_S = 0.001
+"""The engine's thread gives way to the event loop after so long: an answer crosses from one to the other many times."""
 
 _log = logging.getLogger("quire.server")
 
@@ -53,6 +56,7 @@ async def serve(
     set_up_logs()
     num_ports = 1 if config.grpc_port is None else 2
     _allow_files(num_ports * config.max_connections + SPARE_FILES)
+    sys.setswitchinterval(SWITCH_S)
     sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
     rpc = _grpc_server(config, keys)
     admin_sockets = [] if config.admin_port is None else [_listen("127.0.0.1", config.admin_port)]
@@ -74,7 +78,7 @@ async def serve(
     if not loading.done():
         os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
     loading.result()
-    service = Service(bridge, model_name, int(time.time()))
+    service = Service(bridge, model_name, int(time.time()), config.max_priority)
     metrics.watch(bridge, model_name)
     server = _Server(Api(service, config, metrics).app(keys), config)
     running = asyncio.create_task(server.serve(sockets))

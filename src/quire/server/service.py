@@ -2,20 +2,24 @@
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quire.request import Request
+from quire.request import Grammar
+from quire.server.admission import OverloadError
 from quire.server.bridge import Bridge, Stream
 from quire.server.errors import ApiError
+from quire.structured import Structured
 from quire.tokenizer import Tokenizer
 
-NUM_HELPERS = 2
-HELP_TIMEOUT_S = 10.0
+NUM_THREADS = 2
+ASIDE_TIMEOUT_S = 10.0
 """For a prompt to be encoded, a template rendered or a grammar compiled."""
-MAX_HELP_WAITING = 256
+MAX_ASIDE = 256
+"""Such jobs, running and waiting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,14 @@ class Caller:
 class Service:
     """One model behind every protocol."""
 
-    def __init__(self, bridge: Bridge, model_name: str, started_at: int) -> None:
+    def __init__(self, bridge: Bridge, model_name: str, started_at: int, max_priority: int = 0) -> None:
         self.bridge = bridge
         self.model_name = model_name
         self.started_at = started_at
-        self._helpers = ThreadPoolExecutor(NUM_HELPERS, thread_name_prefix="helper")
-        self._num_helping = 0
+        self.max_priority = max_priority
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
+        self._num_aside = 0
+        self._lock = threading.Lock()
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,47 +63,42 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def help[T](self, function: Callable[..., T], *args: Any) -> T:
+    async def aside[T](self, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time and with a bounded queue."""
-        if self._num_helping >= MAX_HELP_WAITING:
-            raise ApiError(429, "too many prompts are being read", code="overloaded", headers={"Retry-After": "1"})
-        self._num_helping += 1
-        future = asyncio.get_running_loop().run_in_executor(self._helpers, function, *args)
-        future.add_done_callback(lambda _: self._finish_help())
+        if self._num_aside >= MAX_ASIDE:
+            raise OverloadError("too many prompts are being read", retry_after_s=1)
+        with self._lock:
+            self._num_aside += 1
+        job = self._threads.submit(function, *args)
+        job.add_done_callback(self._end_aside)
         try:
-            return await asyncio.wait_for(asyncio.shield(future), HELP_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.wrap_future(job), ASIDE_TIMEOUT_S)
         except TimeoutError:
-            raise ApiError(400, f"reading the request took more than {HELP_TIMEOUT_S:g} s", code="too_slow") from None
+            if job.cancelled():  # it never began
+                raise OverloadError("too many prompts are being read", retry_after_s=5) from None
+            raise ApiError(400, f"reading the request took more than {ASIDE_TIMEOUT_S:g} s", code="too_slow") from None
 
-    def _finish_help(self) -> None:
-        self._num_helping -= 1
+    def _end_aside(self, _: object) -> None:
+        with self._lock:
+            self._num_aside -= 1
 
     async def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Token ids of a text that may be long."""
+        return await self.aside(self.encode_here, text, add_special)
+
+    def encode_here(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
+        """The same on this thread."""
         tokenizer = self.tokenizer
         if len(text) > self.max_model_len * tokenizer.longest_piece:
-            raise ApiError(
-                400,
-                f"prompt: {len(text):,} characters cannot fit into max_model_len={self.max_model_len} tokens",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return await self.help(tokenizer.encode, text, add_special)
+            message = f"{param}: {len(text):,} characters cannot fit into max_model_len={self.max_model_len} tokens"
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+        return tokenizer.encode(text, add_special)
 
-    async def compile(self, structured: Any) -> Any:
-        """A grammar for what an answer must look like."""
-        return await self.help(self.bridge.llm.engine.compile_grammar, structured)
-
-    def submit(self, requests: Sequence[Request], timeout_s: float | None, grammar: Any = None) -> list[Stream]:
-        """All of them, or none and an error. Whoever calls this calls `cancel` in the end."""
-        streams: list[Stream] = []
-        try:
-            for request in requests:
-                streams.append(self.bridge.submit(request, timeout_s=timeout_s, grammar=grammar))
-        except BaseException:
-            self.cancel(streams)
-            raise
-        return streams
+    async def compile(self, structured: Structured | None, salt: str) -> Grammar | None:
+        """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt."""
+        if structured is None:
+            return None
+        return await self.aside(self.bridge.llm.engine.compile_grammar, structured, salt)
 
     def cancel(self, streams: Sequence[Stream]) -> None:
         """End what has not ended."""
@@ -105,5 +106,5 @@ class Service:
             stream.cancel()
 
     def close(self) -> None:
-        """End the helpers."""
-        self._helpers.shutdown(wait=False, cancel_futures=True)
+        """End the threads."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -36,7 +36,8 @@ class Struct(msgspec.Struct, forbid_unknown_fields=True):
 class StreamOptions(Struct):
     """`stream_options`."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
@@ -77,7 +78,7 @@ class Sampling(Struct, kw_only=True):
 
     model: Name
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] | None = None
     max_tokens: Count | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
@@ -90,17 +91,21 @@ class Sampling(Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     # Beyond OpenAI's, in `extra_body`:
-    top_k: Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)] = 0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] = 1.0
-    min_tokens: Count = 0
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] = []
-    prompt_logprobs: bool = False
-    return_token_ids: bool = False
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] = 0
-    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_LEN)] = ""
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOKEN_ID)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
+    prompt_logprobs: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    cache_salt: Annotated[str, Meta(max_length=MAX_SALT_LEN)] | None = None
     request_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")] | None = None
     timeout: Annotated[float, Meta(gt=0, le=MAX_TIMEOUT_S)] | None = None
     """Seconds after which the request ends, wherever it is."""
@@ -111,8 +116,10 @@ class CompletionRequest(Sampling, kw_only=True):
     """`POST /v1/completions`."""
 
     prompt: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1, max_length=MAX_PROMPT_CHARS)]
-    echo: bool = False
+    echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
@@ -192,7 +199,9 @@ class ChatRequest(Sampling, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[JsonObject, Meta(max_length=16)] = {}
+    chat_template_kwargs: Annotated[JsonObject, Meta(max_length=16)] | None = None
+    modalities: list[Literal["text"]] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):

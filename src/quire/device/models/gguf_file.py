@@ -17,8 +17,8 @@ from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
 from quire.device.models import get_architecture
 
 SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-MAX_ARRAY_LEN = 1 << 23
-"""Entries of an array of metadata: the merges of the largest vocabularies, a few times over."""
+MAX_ENTRIES = 1 << 22
+"""Of all arrays of metadata: the tokens and merges of the largest vocabularies, a few times over."""
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -146,8 +146,9 @@ class _StrictReader(gguf.GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         raw_element, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
         element, count, begin = GGUFValueType(raw_element[0]), int(length[0]), orig_offs + 12
-        if count > MAX_ARRAY_LEN:
-            raise ValueError(f"an array of {count} entries; at most {MAX_ARRAY_LEN} are allowed")
+        self._num_entries = getattr(self, "_num_entries", 0) + count
+        if self._num_entries > MAX_ENTRIES:
+            raise ValueError(f"arrays of {self._num_entries} entries in all; at most {MAX_ENTRIES} are allowed")
         types = [kind, element] if count else [kind]
         if element in self.gguf_scalar_to_np:
             values = np.asarray(self._get(begin, self.gguf_scalar_to_np[element], count))
