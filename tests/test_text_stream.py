@@ -104,6 +104,27 @@ def test_special_tokens_have_no_text_even_inside_a_character():
     assert stream(text_stream, [0xC3, SPECIAL_ID, 0xA9]) == ["", "", "é"]
 
 
+def test_special_tokens_have_their_names_where_they_are_not_skipped():
+    text_stream = TextStream(TOKENIZER, ["!"], skip_special=False)
+    ids = [ord("a"), SPECIAL_ID, ord("b"), SPECIAL_ID]
+    assert "".join(stream(text_stream, ids)) + text_stream.finish(drop_tokens=1) == "a<|special|>b<|special|>"
+    again = TextStream(TOKENIZER, skip_special=False)
+    again.advance(ids)
+    assert again.finish(drop_tokens=1) == "a<|special|>b"
+
+
+@given(ab_ids, ab_stops)
+def test_an_included_stop_string_is_the_end_of_the_text(ids: list[int], stops: list[str]):
+    without, included = TextStream(TOKENIZER, stops), TextStream(TOKENIZER, stops, include_stop=True)
+    assert without.advance(ids) == included.advance(ids)
+    text, whole = without.finish(), included.finish()
+    assert whole.startswith(text)
+    if first_stop(TOKENIZER.decode(ids), stops) is None:
+        assert whole == text
+    else:
+        assert whole.removeprefix(text) in stops
+
+
 def test_only_the_first_space_is_stripped():
     text_stream = TextStream(SENTENCEPIECE)
     ids = [SPECIAL_ID, *b"  a b"]

@@ -275,8 +275,15 @@ class Engine:
         grammar = grammar or self._grammar(request)
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._num_arrived += 1
-        stops = params.stop_strings, params.stop_sequences, params.min_tokens
-        text = tokenizer and TextStream(tokenizer, *stops, keeps_space=grammar is not None)
+        text = tokenizer and TextStream(
+            tokenizer,
+            params.stop_strings,
+            params.stop_sequences,
+            params.min_tokens,
+            keeps_space=grammar is not None,
+            skip_special=params.skip_special,
+            include_stop=params.include_stop,
+        )
         first = Sequence(
             request,
             index=0,

@@ -107,7 +107,8 @@ def main() -> None:
     vocabulary = Vocabulary([token.encode("latin-1") for token in tokens], special_ids, eos_ids)
     library = vocabulary.as_library()
     for line in sys.stdin:
-        print(json.dumps(_try_in_child(library, json.loads(line))), flush=True)
+        sys.stdout.write(json.dumps(_try_in_child(library, json.loads(line))) + "\n")
+        sys.stdout.flush()
 
 
 def _try_in_child(library: "llguidance.LLTokenizer", text: str) -> str | None:

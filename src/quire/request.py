@@ -88,6 +88,10 @@ class SamplingParams:
     """Token ids that end a sequence, beside the model's own end tokens."""
     ignore_eos: bool = False
     """Go on after the model's end tokens."""
+    skip_special: bool = True
+    """Leave special tokens out of the text."""
+    include_stop: bool = False
+    """A stop string that ends a sequence is part of its text."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens in the prompt or the output by this where positive, multiply where negative."""
     presence_penalty: float = 0.0
@@ -135,7 +139,7 @@ class SamplingParams:
             raise ValueError("max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "prompt_logprobs"):
+        for name in ("ignore_eos", "skip_special", "include_stop", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.structured is not None and not isinstance(self.structured, Structured):

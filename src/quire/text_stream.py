@@ -39,11 +39,15 @@ class TextStream:
         stop_strings: Sequence[str] = (),
         stop_sequences: Sequence[tuple[int, ...]] = (),
         min_tokens: int = 0,
+        *,
         keeps_space: bool = False,
+        skip_special: bool = True,
+        include_stop: bool = False,
     ):
         """A stop string that is complete before `min_tokens` tokens is text like any other.
 
-        `keeps_space` leaves a leading space where the tokenizer would strip it: a grammar has counted it.
+        `keeps_space` leaves a leading space where the tokenizer would strip it: a grammar has counted it. Special
+        tokens have no text if they are skipped; a stop string that ended the sequence has some only if it is included.
         """
         self._tokenizer = tokenizer
         self._string_match = _build_automaton(stop_strings, "stop_strings")
@@ -51,6 +55,8 @@ class TextStream:
         self._most_dropped = max([1, *map(len, stop_sequences)])
         self._min_tokens = min_tokens
         self._strips_space = tokenizer.strips_leading_space and not keeps_space
+        self._skip_special = skip_special
+        self._include_stop = include_stop
         self._begin()
 
     def sibling(self) -> "TextStream":
@@ -69,7 +75,7 @@ class TextStream:
         self._num_chars = 0
         self._num_certain = 0
         self._num_taken = 0
-        self._stop_at: int | None = None  # where the completed stop string begins
+        self._stop_at: int | None = None  # where the text before a completed stop string ends
         # The state before each of the last tokens: as many as `finish` may be asked to drop.
         self._checkpoints: deque[_Checkpoint] = deque(maxlen=self._most_dropped)
 
@@ -113,7 +119,7 @@ class TextStream:
             _Checkpoint(self._num_chars, self._at_start, self._utf8.getstate(), self._string_match)
         )
         self.num_tokens += 1
-        piece = self._tokenizer.piece(token_id)
+        piece = self._tokenizer.piece(token_id, self._skip_special)
         if self._at_start and piece:
             self._at_start = False
             if self._strips_space:
@@ -136,7 +142,7 @@ class TextStream:
             self._num_chars += 1
             self._string_match = self._string_match.step(char)
             if self._string_match.match_len and self.num_tokens >= self._min_tokens:
-                self._stop_at = self._num_chars - self._string_match.match_len
+                self._stop_at = self._num_chars - (0 if self._include_stop else self._string_match.match_len)
                 return
 
     def _rewind(self, checkpoint: "_Checkpoint") -> None:

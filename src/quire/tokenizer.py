@@ -153,17 +153,14 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, an id without a token has no text."""
-        if skip_special:
-            joined = b"".join(map(self.piece, token_ids))
-        else:
-            joined = b"".join(self._pieces[i] for i in token_ids if 0 <= i < len(self._pieces))
+        joined = b"".join(self.piece(token_id, skip_special) for token_id in token_ids)
         if self.strips_leading_space:
             joined = joined.removeprefix(b" ")
         return joined.decode("utf-8", "replace")
 
-    def piece(self, token_id: int) -> bytes:
+    def piece(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes a token adds to the text: none for a special token, perhaps half a character for others."""
-        if token_id in self._special_ids or not 0 <= token_id < len(self._pieces):
+        if (skip_special and token_id in self._special_ids) or not 0 <= token_id < len(self._pieces):
             return b""
         return self._pieces[token_id]
 

@@ -140,6 +140,11 @@ def test_stop_and_bias_reach_the_sampler(client, offline):
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop])
     assert answer.choices[0].text == free[: free.index(stop)]
     assert answer.choices[0].finish_reason == "stop"
+    extra = {"include_stop_str_in_output": True}
+    kept = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=30, temperature=0, stop=[stop], extra_body=extra
+    )
+    assert kept.choices[0].text == answer.choices[0].text + stop
     biased = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=5, temperature=0, logit_bias={"65": 100})
     assert biased.choices[0].text == offline.tokenizer.decode([65] * 5)
 

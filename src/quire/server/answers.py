@@ -326,6 +326,7 @@ async def read_chat(service: Service, asked: wire.ChatRequest, caller: Caller) -
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
         prompt_logprobs=bool(asked.prompt_logprobs),
         max_tokens=asked.max_completion_tokens,
+        has_marks=style not in (None, "json"),
     )
     structured = _structured(asked.structured_outputs, asked.response_format) or _forced_call(asked)
     answer = ChatAnswer(service, asked, style)
@@ -451,8 +452,11 @@ def _sampling(
     prompt_logprobs: bool,
     max_tokens: int | None = None,
     default_max_tokens: int | None = None,
+    has_marks: bool = False,
 ) -> SamplingParams:
     max_tokens = asked.max_tokens if max_tokens is None else max_tokens
+    # The marks around calls of tools are special tokens in some vocabularies.
+    skip_special = not has_marks if asked.skip_special_tokens is None else asked.skip_special_tokens
     return SamplingParams(
         temperature=1.0 if asked.temperature is None else asked.temperature,
         top_p=1.0 if asked.top_p is None else asked.top_p or SMALLEST_TOP_P,
@@ -465,6 +469,8 @@ def _sampling(
         stop=asked.stop or (),
         stop_token_ids=asked.stop_token_ids or (),
         ignore_eos=bool(asked.ignore_eos),
+        include_stop=bool(asked.include_stop_str_in_output),
+        skip_special=skip_special,
         repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
         presence_penalty=asked.presence_penalty or 0.0,
         frequency_penalty=asked.frequency_penalty or 0.0,
