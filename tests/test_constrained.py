@@ -277,6 +277,14 @@ def test_log_probabilities_are_the_models_own_and_those_of_what_was_left(llm):
             assert dict(entry.processed_top)[entry.token_id] == pytest.approx(entry.processed_logprob, abs=1e-5)
 
 
+def test_a_prompt_is_scored_whatever_its_sequence_may_say(llm):
+    params = structured("choice", prompt_logprobs=True, **GREEDY)
+    for prompt, output in zip(PROMPTS, run(llm, params), strict=True):
+        assert FORMS["choice"][1](output.outputs[0].text)
+        scores = [entry.logprob for entry in output.prompt_logprobs if entry is not None]
+        np.testing.assert_allclose(scores, llm.score(prompt), atol=1e-4)
+
+
 def request(name: str, **params) -> Request:
     return Request(id=name, prompt_token_ids=(1, 2, 3), params=SamplingParams(**params))
 
@@ -292,13 +300,10 @@ def test_a_constrained_row_waits_for_the_host_after_every_token_and_others_go_on
     assert len(engine.step()[0].token_ids) == 16, "alone again"
 
 
-class Gives:
-    """A grammar that allows everything and fails at its third token, by an answer or by an error."""
+class FailsAtThree:
+    """A grammar that allows everything and fails at its third token."""
 
     accepts = False
-
-    def __init__(self, how: str) -> None:
-        self.how = how
 
     def mask(self):
         return np.full(1, 0xFFFFFFFF, np.uint32)
@@ -307,14 +312,14 @@ class Gives:
         return len(token_ids) - start < 3
 
     def copy(self):
-        return Gives(self.how)
+        return self
 
 
 def test_a_grammar_that_fails_ends_its_sequence_and_nobody_elses():
     alone = fake_engine(eos_ids=(), num_pages=40, debug=True)
     (expected,) = alone.add(request("b", temperature=0, max_tokens=12))
     engine = fake_engine(eos_ids=(), num_pages=40, debug=True)
-    failing = engine.add(request("a", temperature=0, max_tokens=12, n=2), Gives("up"))
+    failing = engine.add(request("a", temperature=0, max_tokens=12, n=2), FailsAtThree())
     (bystander,) = engine.add(request("b", temperature=0, max_tokens=12))
     for one in (alone, engine):
         while one.has_work:
@@ -346,3 +351,34 @@ def test_what_another_thread_has_compiled_is_taken_as_it_is(llm, monkeypatch):
         llm.engine.step()
     assert llm.tokenizer.decode(sequence.output_token_ids) in ("ab", "ba")
     assert (sequence.grammar, sequence.mask) == (None, None), "nothing is held by what has ended"
+
+
+@pytest.mark.slow
+def test_a_real_model_writes_what_the_schema_says(smollm2_gguf):
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 30},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "languages": {"type": "array", "items": {"enum": ["English", "Français", "日本語"]}, "maxItems": 3},
+        },
+        "required": ["name", "age", "languages"],
+        "additionalProperties": False,
+    }
+    with LLM(smollm2_gguf, quiet=True, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1024) as real:
+        message = [{"role": "user", "content": "Describe a person who lives in Kyoto, as JSON."}]
+        prompt = real.chat_prompt(message)
+        plain = SamplingParams(temperature=0, max_tokens=24)
+        form = Structured(json_schema=schema)
+        params = [SamplingParams(structured=form, max_tokens=200, **how) for how in (GREEDY, SAMPLED)]
+        (before,) = real.generate([prompt], plain, progress=False)
+        first, second, after = real.generate([prompt] * 3, [*params, plain], progress=False)
+        for output in (first, second):
+            (completion,) = output.outputs
+            print(repr(completion.text))
+            person = json.loads(completion.text)
+            assert list(person) == ["name", "age", "languages"]
+            assert 0 <= person["age"] <= 120
+            assert set(person["languages"]) <= {"English", "Français", "日本語"}
+            assert completion.finish_reason in ("stop", "eos")
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids

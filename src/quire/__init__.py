@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, RequestOutput
     from quire.request import FinishReason, Request, SamplingParams
+    from quire.structured import Structured
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ _HOME = {
     "Request": "quire.request",
     "RequestOutput": "quire.outputs",
     "SamplingParams": "quire.request",
+    "Structured": "quire.structured",
 }
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Request",
     "RequestOutput",
     "SamplingParams",
+    "Structured",
 ]
 
 
