@@ -241,10 +241,6 @@ class Vocabulary:
         return sorted({len(piece) for piece in self._id_of}, reverse=True)
 
 
-_JSON_STYLE = {"x-guidance": {"whitespace_pattern": "[ \\t\\n\\r]{0,16}"}}
-"""Between the parts of JSON there may be room, but not without end: weak models get lost in it."""
-
-
 def start(library: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher":
     """Compile a form in llguidance's words, and find out what it may begin with. Errors are in the matcher."""
     from llguidance import LLMatcher, LLParserLimits
@@ -257,10 +253,9 @@ def start(library: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher
 def in_their_words(structured: Structured) -> str:
     """A form as llguidance reads it."""
     if structured.json_object:
-        grammar = {"json_schema": {"type": "object", **_JSON_STYLE}}
+        grammar = {"json_schema": _with_bounded_whitespace({"type": "object"})}
     elif structured.json_schema is not None:
-        schema = json.loads(str(structured.json_schema))
-        grammar = {"json_schema": schema | _JSON_STYLE if isinstance(schema, dict) else schema}
+        grammar = {"json_schema": _with_bounded_whitespace(json.loads(str(structured.json_schema)))}
     elif structured.regex is not None:
         from llguidance import regex_to_lark
 

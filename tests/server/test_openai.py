@@ -257,7 +257,7 @@ def test_a_json_schema_shapes_the_answer(client, stream):
     asked = {
         "model": "tiny",
         "messages": MESSAGES,
-        "max_tokens": 600,
+        "max_tokens": 900,
         "seed": 1,
         "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}},
     }
@@ -315,7 +315,7 @@ def test_a_forced_call_has_valid_arguments(client, choice, stream):
         "messages": MESSAGES,
         "tools": [WEATHER],
         "tool_choice": choice,
-        "max_tokens": 600,
+        "max_tokens": 900,
         "seed": 2,
     }
     if stream:
