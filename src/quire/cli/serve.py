@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
         from quire.server.keys import Keys
         from quire.server.serve import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing: serving needs `pip install quire[server]`") from None
+        raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire[server]'`") from None
     from quire.llm import LLM
 
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})

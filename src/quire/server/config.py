@@ -41,6 +41,9 @@ class ServerConfig:
         for name in ("port", "grpc_port", "admin_port"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 0, MAX_PORT)
+        ports = [port for port in (self.port, self.grpc_port, self.admin_port) if port]
+        if len(set(ports)) < len(ports):
+            raise ValueError(f"port={self.port}, grpc_port={self.grpc_port}, admin_port={self.admin_port} must differ")
         for name in (
             "max_queued_requests", "max_queued_tokens", "max_connections", "max_body_bytes",
             "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",

@@ -51,7 +51,7 @@ async def serve(
     *,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Run until a signal says otherwise. `on_ready` is told where to reach it, and what fits."""
+    """Run until a signal says otherwise. `on_ready` is told how far it is, where to reach it, and what fits."""
     check_exposure(config, keys, admin_keys)
     set_up_logs()
     num_ports = 1 if config.grpc_port is None else 2
@@ -72,6 +72,7 @@ async def serve(
     loop.set_exception_handler(_log_loop_error)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _stop, stopping)
+    on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
     loading = asyncio.create_task(bridge.start())
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
