@@ -22,7 +22,7 @@ MAX_LAYERS = 4096
 MAX_EOS_IDS = 16
 
 
-def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
+def knob(default: Any, text: str, *, expert: bool = False) -> Any:
     """A config field: its default, its one-line description, and whether ordinary users ever need it."""
     return dataclasses.field(default=default, metadata={"help": text, "expert": expert})
 
@@ -31,37 +31,37 @@ def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
 class EngineConfig:
     """How one engine runs. Ordinary knobs first, expert knobs after."""
 
-    dtype: str = _knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
-    quantize: str | None = _knob(None, "int8: weights, and activations as they come; by default neither")
-    page_size: int = _knob(16, "token positions in one KV page")
-    num_pages: int | None = _knob(None, "KV pages in the pool; by default what the memory budget allows")
-    max_num_seqs: int = _knob(64, "sequences that run at the same time, at most")
-    max_num_batched_tokens: int = _knob(512, "tokens computed in one step, at most")
-    max_model_len: int | None = _knob(None, "prompt plus generated tokens of one sequence, at most")
-    max_rounds: int = _knob(16, "tokens each sequence may generate before the host looks, at most")
-    prefix_cache: bool = _knob(True, "find and reuse the KV of prompts that begin alike")
-    preemption: str = _knob("auto", "how pages are taken back when they run out: auto, swap or recompute")
-    debug: bool = _knob(False, "audit every step and poison freed pages with NaN")
+    dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
+    quantize: str | None = knob(None, "int8: weights, and activations as they come; by default neither")
+    page_size: int = knob(16, "token positions in one KV page")
+    num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
+    max_num_seqs: int = knob(64, "sequences that run at the same time, at most")
+    max_num_batched_tokens: int = knob(512, "tokens computed in one step, at most")
+    max_model_len: int | None = knob(None, "prompt plus generated tokens of one sequence, at most")
+    max_rounds: int = knob(16, "tokens each sequence may generate before the host looks, at most")
+    prefix_cache: bool = knob(True, "find and reuse the KV of prompts that begin alike")
+    preemption: str = knob("auto", "how pages are taken back when they run out: auto, swap or recompute")
+    debug: bool = knob(False, "audit every step and poison freed pages with NaN")
 
-    memory_budget: int | None = _knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
-    num_host_pages: int | None = _knob(
+    memory_budget: int | None = knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
+    num_host_pages: int | None = knob(
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
-    attention: str = _knob(
+    attention: str = knob(
         "auto",
         "attention backend: auto (native on a CPU where it was built, else xla), native, xla or reference (slow)",
         expert=True,
     )
-    matmul: str = _knob(
+    matmul: str = knob(
         "auto",
         "matmuls, what lies between, sampler: auto (native on a CPU where it was built, else xla), native or xla",
         expert=True,
     )
-    compile_cache: str | None = _knob(
+    compile_cache: str | None = knob(
         None, "folder of compiled programs; default the user's cache folder, '' for none", expert=True
     )
-    log_timing: bool = _knob(False, "log one line a second (logger quire): speed, and where the time goes", expert=True)
-    fail_on_compile: bool = _knob(False, "raise when anything compiles after warm-up", expert=True)
+    log_timing: bool = knob(False, "log one line a second (logger quire): speed, and where the time goes", expert=True)
+    fail_on_compile: bool = knob(False, "raise when anything compiles after warm-up", expert=True)
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)

@@ -81,7 +81,8 @@ def test_echo_and_logprobs(client, offline):
 
 
 def test_echo_in_a_stream_brings_the_prompts_scores(client):
-    events = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=4, logprobs=0, echo=True, stream=True)
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    events = client.completions.create(**asked, logprobs=0, echo=True, stream=True)
     choices = [event.choices[0] for event in events]
     assert "".join(choice.text for choice in choices).startswith(PROMPT)
     assert sum(len(choice.logprobs.tokens) for choice in choices) == len(PROMPT) + 4

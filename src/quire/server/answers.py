@@ -136,8 +136,8 @@ class CompletionAnswer(Answer):
         index = prompt * self.n + update.index
         is_first = index not in self._begun
         self._begun.add(index)
-        text, logprobs = update.text, list(update.logprobs)
-        entries: list[TokenLogprob | None] = list(logprobs)
+        text = update.text
+        entries: list[TokenLogprob | None] = list(update.logprobs)
         if self.echo and is_first:
             text = self._prefix(prompt) + text
             if self.logprobs is not None:
@@ -403,7 +403,7 @@ def _forced_call(asked: wire.ChatRequest) -> Structured | None:
             "type": "object",
             "properties": {
                 "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object", "properties": {}},
+                "arguments": _function(tool.function)["parameters"],
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,

@@ -211,7 +211,7 @@ class Bridge:
     def end_all(self) -> None:
         """Take nothing new and end what runs."""
         self._is_draining = True
-        for stream in list(self._streams.values()):
+        for stream in self.streams:
             self._end(stream, StreamError("the server is stopping", "unavailable"))
 
     async def stop(self) -> None:

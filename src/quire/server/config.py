@@ -1,39 +1,33 @@
 """Every knob of the server, beside the engine's. Frozen, validated once; command-line flags come from its fields."""
 
-import dataclasses
 import ipaddress
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
-from quire.config import check_whole
+from quire.config import check_whole, knob
 
 MAX_PORT = 65_535
-
-
-def _knob(default: Any, text: str, *, expert: bool = False) -> Any:
-    return dataclasses.field(default=default, metadata={"help": text, "expert": expert})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Where the server listens, and what it bears."""
 
-    host: str = _knob("127.0.0.1", "address to listen on; beyond loopback a key is required")
-    port: int = _knob(8000, "for HTTP")
-    grpc_port: int | None = _knob(None, "for gRPC; by default there is none")
-    admin_port: int | None = _knob(None, "for debugging and administration, on loopback; by default there is none")
-    served_model_name: str | None = _knob(None, "what clients call the model; by default the name of its file")
-    max_queued_requests: int = _knob(256, "requests that may wait; more are told to come again")
-    max_queued_tokens: int = _knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
-    max_priority: int = _knob(0, "the highest priority a request may ask for", expert=True)
-    max_connections: int = _knob(1024, "open connections; more are closed at once", expert=True)
-    max_body_bytes: int = _knob(8 << 20, "of one request", expert=True)
-    read_timeout_s: int = _knob(20, "seconds a client may take to send a request", expert=True)
-    write_timeout_s: int = _knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
-    request_timeout_s: int = _knob(3600, "seconds a request may take; clients may ask for less", expert=True)
-    drain_timeout_s: int = _knob(300, "seconds that running requests have to finish after SIGTERM", expert=True)
-    otlp_endpoint: str | None = _knob(
+    host: str = knob("127.0.0.1", "address to listen on; beyond loopback a key is required")
+    port: int = knob(8000, "for HTTP")
+    grpc_port: int | None = knob(None, "for gRPC; by default there is none")
+    admin_port: int | None = knob(None, "for debugging and administration, on loopback; by default there is none")
+    served_model_name: str | None = knob(None, "what clients call the model; by default the name of its file")
+    max_queued_requests: int = knob(256, "requests that may wait; more are told to come again")
+    max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
+    max_priority: int = knob(0, "the highest priority a request may ask for", expert=True)
+    max_connections: int = knob(1024, "open connections; more are closed at once", expert=True)
+    max_body_bytes: int = knob(8 << 20, "of one request", expert=True)
+    read_timeout_s: int = knob(20, "seconds a client may take to send a request", expert=True)
+    write_timeout_s: int = knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
+    request_timeout_s: int = knob(3600, "seconds a request may take; clients may ask for less", expert=True)
+    drain_timeout_s: int = knob(300, "seconds that running requests have to finish after SIGTERM", expert=True)
+    otlp_endpoint: str | None = knob(
         None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318", expert=True
     )
 

@@ -60,7 +60,6 @@ AGE_S = 3600
 STOP_S = 2.0
 MAX_OPTION = (1 << 31) - 1
 
-_log = logging.getLogger("quire.server")
 _access_log = logging.getLogger("quire.access")
 
 Call = grpc.aio.ServicerContext
@@ -181,8 +180,6 @@ class Calls:
             except Exception as error:
                 told = as_api_error(error)
                 code = STATUS.get(told.status, grpc.StatusCode.INTERNAL)
-                if told.code == "internal":
-                    _log.error("a call failed", exc_info=error)
                 await self._fail(call, told, code)
             finally:
                 _log_call(path, code, time.perf_counter() - start)

@@ -1,7 +1,7 @@
 """OpenAI's HTTP: routes, answers in one piece or as server-sent events, errors in OpenAI's shape."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -25,8 +25,6 @@ from quire.server.keys import Keys
 from quire.server.metrics import Metrics
 from quire.server.openapi import openapi
 from quire.server.service import Service
-
-Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Api:
