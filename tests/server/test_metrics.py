@@ -15,7 +15,7 @@ OURS = (
     "time_to_first_token_seconds_bucket", "inter_token_seconds_bucket", "request_seconds_bucket",
     "queue_seconds_bucket", "prefill_seconds_bucket", "decode_seconds_bucket", "step_seconds_bucket",
     "preemptions_total", "prefix_query_tokens_total", "prefix_hit_tokens_total", "prompt_tokens_total",
-    "generated_tokens_total", "requests_total", "rejections_total", "compiles_after_warmup_total",
+    "generated_tokens_total", "sequences_ended_total", "rejections_total", "compiles_after_warmup_total",
     "pages_free", "pages_held", "pages_cached", "pages_shared", "pages_largest_refcount", "pages_leaked",
     "last_step_age_seconds", "failed_steps_total", "ready", "healthy",
 )  # fmt: skip
@@ -79,6 +79,22 @@ def test_every_gap_between_two_tokens_is_counted_once(server):
     gaps = server.metric("quire_inter_token_seconds_sum") - before["quire_inter_token_seconds_sum"]
     decode = server.metric("quire_decode_seconds_sum") - decode_before
     assert decode <= gaps <= 3 * decode + 1e-3
+
+
+@pytest.mark.parametrize(("fields", "reason"), [({"max_tokens": 5}, "length"), ({"timeout": 0.2}, "deadline")])
+def test_every_sequence_ends_once(server, fields, reason):
+    """A request of three counts three, however it ends."""
+    name = "quire_sequences_ended_total"
+
+    def ends() -> dict[frozenset, float]:
+        return {labels: value for (found, labels), value in samples(server).items() if found == name}
+
+    before = ends()
+    body = {"model": "tiny", "prompt": "three ends", "n": 3, "max_tokens": 3500, "ignore_eos": True} | fields
+    server.post("/v1/completions", body)
+    server.wait_idle()
+    grown = {labels: value - before[labels] for labels, value in ends().items() if value != before[labels]}
+    assert grown == {frozenset({("finish_reason", reason)}): 3}
 
 
 def test_the_rules_and_the_dashboard_ask_for_what_exists(server):

@@ -331,7 +331,7 @@ def test_a_client_that_never_reads_its_stream_is_cut_off(locked, offline):
                 "return_token_ids": True, "logprobs": 20}  # fmt: skip
         with connect(locked, receive_buffer=4096) as client:
             client.sendall(post("/v1/completions", json.dumps(body).encode(), key=KEY))
-            ended = 'quire_requests_total{finish_reason="cancelled"}'
+            ended = 'quire_sequences_ended_total{finish_reason="cancelled"}'
             count = _labelled(locked, ended)
             deadline = time.monotonic() + 30
             while _labelled(locked, ended) == count or num_files(locked) > before:

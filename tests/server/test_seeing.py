@@ -16,8 +16,8 @@ from quire.cli import main
 from quire.core.page_map import look
 from quire.request import Request
 from quire.server import trace_log
-from quire.server.bridge import Stream, Times
 from quire.server.debug import _tier
+from quire.server.stream import Stream, Times
 from quire.server.trace_log import TraceLog
 from quire.testing import fake_engine
 from tests.server.process import SMALL, serving

@@ -9,9 +9,9 @@ from typing import Any
 
 from quire.request import Request, SamplingParams, TokenLogprob
 from quire.server import wire
-from quire.server.bridge import Stream, Update
 from quire.server.errors import ApiError
 from quire.server.service import Caller, Service
+from quire.server.stream import Stream, Update
 from quire.server.tools import ToolParser, tool_style
 from quire.structured import Structured
 from quire.tokenizer import Tokenizer

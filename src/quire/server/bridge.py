@@ -16,16 +16,16 @@ import queue
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from quire.engine import Engine
 from quire.llm import LLM, new_text
-from quire.request import FinishReason, Grammar, Request, Sequence, SequenceState, TokenEvent, TokenLogprob
+from quire.request import FinishReason, Grammar, Request, SequenceState, TokenEvent
 from quire.server.admission import Admission, Work
+from quire.server.stream import Stream, StreamError, Update
 
 _log = logging.getLogger("quire.server")
 
@@ -43,105 +43,6 @@ FAILING_S = 5.0
 
 class UnavailableError(Exception):
     """The server takes no requests: it starts, drains, or its engine is gone."""
-
-
-class StreamError(Exception):
-    """A request that began cannot be finished; the message is for its client."""
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        """"deadline", "cancelled", "invalid", "unavailable" or "error"."""
-
-
-@dataclass(slots=True)
-class Update:
-    """What is new of one sequence."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str | None = None
-
-    def add(self, update: "Update") -> None:
-        """Take in what came after this."""
-        self.text += update.text
-        self.token_ids += update.token_ids
-        self.logprobs += update.logprobs
-        self.finish_reason = update.finish_reason
-
-
-@dataclass(slots=True)
-class Times:
-    """When things happened to a request, on the monotonic clock; 0 for not yet."""
-
-    arrived: float
-    started: float = 0.0
-    first_token: float = 0.0
-    last_token: float = 0.0
-    finished: float = 0.0
-
-
-class Stream:
-    """One request under way, as its client's coroutine sees it: batches of updates until every sequence has ended."""
-
-    def __init__(self, bridge: "Bridge", request: Request) -> None:
-        self.request = request
-        self.timer: asyncio.TimerHandle | None = None
-        """Ends it when its time is over."""
-        self.times = Times(time.monotonic())
-        self.num_cached_tokens = 0
-        self.prompt_logprobs: list[TokenLogprob | None] | None = None
-        self.num_output_tokens = 0
-        self.sequences: list[Sequence] = []
-        self.is_told = False
-        self.num_unfinished = request.params.n
-        """Sequences whose end has not been handed over; this and the sequences belong to the engine's thread."""
-        self.is_cancelled = False
-        self.traceparent: str | None = None
-        """What the client calls the trace that this is a part of."""
-        self.token_times: dict[int, float] = {}
-        """When the last tokens of each sequence came."""
-        self._bridge = bridge
-        self._num_alive = request.params.n
-        self._pending: dict[int, Update] = {}
-        self._news = asyncio.Event()
-        self._error: StreamError | None = None
-
-    def __aiter__(self) -> AsyncIterator[list[Update]]:
-        return self
-
-    async def __anext__(self) -> list[Update]:
-        if not self._pending and not self._error:
-            if self._num_alive == 0:
-                raise StopAsyncIteration
-            await self._news.wait()
-        self._news.clear()
-        if self._pending:
-            updates = list(self._pending.values())
-            self._pending.clear()
-            return updates
-        assert self._error is not None
-        raise self._error
-
-    def cancel(self) -> None:
-        """The client is gone, or wants no more: its pages are back before the next step."""
-        self._bridge.cancel(self)
-
-    # -- called on the event loop by the bridge ----------------------------------------------------------------------
-
-    def receive(self, update: Update) -> None:
-        """Add what is new to what has not been read."""
-        self._pending.setdefault(update.index, Update(update.index)).add(update)
-        self.num_output_tokens += len(update.token_ids)
-        self._num_alive -= update.finish_reason is not None
-        self._news.set()
-
-    def fail(self, error: StreamError) -> None:
-        """It ends here."""
-        self._error = self._error or error
-        self._news.set()
 
 
 class Observer(Protocol):
@@ -265,7 +166,7 @@ class Bridge:
         return [self._submit(request, timeout_s, grammar and grammar.copy()) for request in requests]
 
     def _submit(self, request: Request, timeout_s: float | None, grammar: Grammar | None) -> Stream:
-        stream = self._streams[request.id] = Stream(self, request)
+        stream = self._streams[request.id] = Stream(request, self.cancel)
         self._idle.clear()
         if timeout_s is not None:
             late = StreamError("the request's time is over", "deadline")

@@ -28,12 +28,12 @@ from quire import __version__
 from quire.core.errors import AuditError
 from quire.core.page_map import PoolSight, SequenceSight, look
 from quire.engine import Engine
-from quire.server.bridge import Stream
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.guard import Guard
 from quire.server.keys import Keys
 from quire.server.service import Service
+from quire.server.stream import Stream
 from quire.server.trace_log import LONGEST_S, TraceLog
 from quire.stats import EngineStats
 

@@ -12,9 +12,9 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from quire.request import FinishReason, TokenLogprob
 from quire.server import wire
-from quire.server.bridge import Stream, Update
 from quire.server.errors import ApiError
 from quire.server.proto import quire_pb2 as pb
+from quire.server.stream import Stream, Update
 
 PROMPTS = ("text", "token_ids", "chat")
 FINISH_REASONS = {str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}

@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2
 from quire import __version__
 from quire.server import wire
 from quire.server.answers import read_chat, read_completion
-from quire.server.bridge import Stream, Update
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.grpc_messages import (
@@ -34,6 +33,7 @@ from quire.server.grpc_messages import (
 from quire.server.keys import Keys
 from quire.server.proto import quire_pb2 as pb
 from quire.server.service import Caller, Service
+from quire.server.stream import Stream, Update
 
 NAME = pb.DESCRIPTOR.services_by_name["Quire"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name

@@ -17,7 +17,7 @@ from quire import __version__
 from quire.server import wire
 from quire.server.admission import OverloadError
 from quire.server.answers import Asked, read_chat, read_completion, usage
-from quire.server.bridge import Stream, StreamError, UnavailableError, Update
+from quire.server.bridge import UnavailableError
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.guard import Guard
@@ -25,6 +25,7 @@ from quire.server.keys import Keys
 from quire.server.metrics import Metrics
 from quire.server.openapi import openapi
 from quire.server.service import Service
+from quire.server.stream import Stream, StreamError, Update
 
 
 class Api:

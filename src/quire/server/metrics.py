@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from quire.engine import Engine
-from quire.server.bridge import Stream
+from quire.server.stream import Stream
 from quire.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ VLLM_REASONS = {
     "eos": "stop",
     "stop": "stop",
     "length": "length",
-    "abort": "abort",
     "cancelled": "abort",
     "deadline": "abort",
+    "unavailable": "abort",
     "invalid": "error",
     "error": "error",
 }
-"""How a sequence or request ends -> what vLLM calls it."""
+"""How a sequence ends -> what vLLM calls it."""
 
 VLLM_NAMES = {
     "quire_requests_waiting": "num_requests_waiting",
@@ -74,14 +74,10 @@ class Metrics:
         self._prefill = histogram("prefill", "from the first step to the first token")
         self._decode = histogram("decode", "from the first token to the last")
         self._step = histogram("step", "one step: plan, dispatch, wait, output", STEP_SECONDS)
-        self._requests = Counter(
-            "quire_requests",
-            "sequences that ended by themselves, and requests that were ended, by how",
-            ["finish_reason"],
-            registry=self.registry,
-        )
+        text = "sequences that ended, by how"
+        self._ends = Counter("quire_sequences_ended", text, ["finish_reason"], registry=self.registry)
         for reason in VLLM_REASONS:  # there from the start: the first one of a kind is a rise from 0
-            self._requests.labels(reason)
+            self._ends.labels(reason)
         ProcessCollector(registry=self.registry)
 
     def watch(self, bridge: "Bridge", model_name: str) -> None:
@@ -109,9 +105,10 @@ class Metrics:
         self._total.observe(times.finished - times.arrived)
         if times.first_token:
             self._decode.observe(times.last_token - times.first_token)
-        reasons = [failure] if failure else [str(one.finish_reason) for one in stream.sequences]
-        for reason in reasons:
-            self._requests.labels(reason).inc()
+        for reason in stream.finish_reasons:
+            self._ends.labels(reason).inc()
+        if failure:
+            self._ends.labels(failure).inc(stream.request.params.n - len(stream.finish_reasons))
 
     def on_step(self, engine: Engine, start: float, end: float, is_failed: bool) -> None:
         """A step is over."""
@@ -192,7 +189,7 @@ class _Page(Collector):
             yield metric
             if name := VLLM_NAMES.get(metric.name):
                 yield self._renamed(metric, f"vllm:{name}")
-            elif metric.name == "quire_requests":
+            elif metric.name == "quire_sequences_ended":
                 yield self._successes(metric)
         yield self._pool
 

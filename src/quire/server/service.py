@@ -10,8 +10,9 @@ from typing import Any
 
 from quire.request import Grammar
 from quire.server.admission import OverloadError
-from quire.server.bridge import Bridge, Stream
+from quire.server.bridge import Bridge
 from quire.server.errors import ApiError
+from quire.server.stream import Stream
 from quire.structured import Structured
 from quire.tokenizer import Tokenizer
 

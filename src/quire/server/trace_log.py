@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from quire.engine import Engine
-from quire.server.bridge import Stream
+from quire.server.stream import Stream
 from quire.stats import Progress
 
 MAX_STEPS = 1 << 16
