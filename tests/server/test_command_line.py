@@ -51,6 +51,13 @@ def test_a_bad_flag_is_refused_before_the_model_is_loaded(flags, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_flag_is_written_out(capsys):
+    """What is short for one flag today may be short for two tomorrow."""
+    with pytest.raises(SystemExit):
+        main(["serve", "no-such-model", "--max-num-s", "4"])
+    assert "--max-num-s" in capsys.readouterr().err
+
+
 def test_a_model_that_is_not_there_is_one_line():
     done = quire("serve", "./no-such-model", "--port", "0")
     assert done.returncode == 2

@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
     """Help that fits on a screen: flags that few need are shown by --help-all."""
 
     def __init__(self, **how: typing.Any) -> None:
-        super().__init__(**how, formatter_class=_Wide)
+        super().__init__(**how, formatter_class=_Wide, allow_abbrev=False)
 
     def hide(self) -> None:
         """Offer --help-all, and a usage without every flag."""

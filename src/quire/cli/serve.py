@@ -8,23 +8,22 @@ import sys
 from pathlib import Path
 
 from quire.cli import engine_knobs
+from quire.server.config import ServerConfig
+from quire.server.keys import Keys
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and answer until told to stop."""
-    try:
-        from quire.server.config import ServerConfig
-        from quire.server.keys import Keys
-        from quire.server.serve import serve
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire[server]'`") from None
-    from quire.llm import LLM
-
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
     keys = Keys.read(given=_given(args.api_key, "QUIRE_API_KEY"), file=args.api_key_file)
     given = _given(args.admin_key, "QUIRE_ADMIN_KEY")
     admin_keys = Keys.read(given=given, file=args.admin_key_file, flag="--admin-key")
     knobs = engine_knobs(args)
+    try:  # only now: they take seconds, and a wrong flag should not
+        from quire.server.serve import serve
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire[server]'`") from None
+    from quire.llm import LLM
 
     def ready(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

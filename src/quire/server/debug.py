@@ -18,8 +18,6 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -28,8 +26,9 @@ from quire import __version__
 from quire.core.errors import AuditError
 from quire.core.page_map import PoolSight, SequenceSight, look
 from quire.engine import Engine
+from quire.server.application import HEADERS, guarded, json_response
 from quire.server.config import ServerConfig
-from quire.server.errors import ApiError, as_api_error
+from quire.server.errors import ApiError
 from quire.server.guard import Guard
 from quire.server.keys import Keys
 from quire.server.service import Service
@@ -79,10 +78,7 @@ class Admin:
             Route("/admin/abort", self.abort, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
         ]
-        handlers: Any = dict.fromkeys((ApiError, ValueError, Exception), _error) | {HTTPException: _no_such_route}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return Guard(app, keys, self.config, public=SHELL)
+        return guarded(routes, keys, self.config, public=SHELL)
 
     # -- looking ------------------------------------------------------------------------------------------------------
 
@@ -91,12 +87,10 @@ class Admin:
         html, policy = _shell()
         headers = {
             "Content-Security-Policy": policy,
-            "Cache-Control": "no-store",
             "Cross-Origin-Opener-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
         }
-        return Response(html, media_type="text/html", headers=headers)
+        return Response(html, media_type="text/html", headers=HEADERS | headers)
 
     async def pages(self, request: HttpRequest) -> Response:
         """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""
@@ -104,7 +98,7 @@ class Admin:
             if time.monotonic() - self._taken_at > FRESH_S:
                 self._latest = await self._take()
                 self._taken_at = time.monotonic()
-        return _json(self._latest)
+        return json_response(self._latest)
 
     async def _take(self) -> bytes:
         def take(engine: Engine) -> tuple[EngineStats, PoolSight]:
@@ -154,7 +148,7 @@ class Admin:
             return msgspec.json.encode(self.trace_log.trace(int(asked), streams))
 
         headers = {"Content-Disposition": 'attachment; filename="quire-trace.json"'}
-        return _json(await asyncio.to_thread(make), headers)
+        return json_response(await asyncio.to_thread(make), headers=headers)
 
     # -- doing --------------------------------------------------------------------------------------------------------
 
@@ -162,13 +156,13 @@ class Admin:
         """`/admin/clear_prefix_cache`: cached pages that no sequence holds are free from now on."""
         freed = await self._call(lambda engine: engine.clear_prefix_cache())
         _log.info("prefix cache cleared", extra={"pages": freed})
-        return _json({"freed_pages": freed})
+        return json_response({"freed_pages": freed})
 
     async def abort_all(self, request: HttpRequest) -> Response:
         """`/admin/abort_all`: every request ends with an error; new ones are taken as before."""
         aborted = self.service.bridge.abort_all()
         _log.info("all requests aborted", extra={"requests": aborted})
-        return _json({"aborted_requests": aborted})
+        return json_response({"aborted_requests": aborted})
 
     async def abort(self, request: HttpRequest) -> Response:
         """`/admin/abort`: one request ends with an error."""
@@ -176,7 +170,7 @@ class Admin:
         if not self.service.bridge.abort(asked.request_id):
             raise ApiError(404, "there is no such request", param="request_id")
         _log.info("request aborted")
-        return _json({"aborted_requests": 1})
+        return json_response({"aborted_requests": 1})
 
     async def audit(self, request: HttpRequest) -> Response:
         """`/admin/audit`: check every page and every sequence. The engine stands still meanwhile."""
@@ -190,7 +184,7 @@ class Admin:
 
         finding = await self._call(run, AUDIT_TIMEOUT_S)
         _log.info("audit", extra={"is_sound": finding is None})
-        return _json({"is_sound": finding is None, "finding": finding})
+        return json_response({"is_sound": finding is None, "finding": finding})
 
     async def _call(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> Any:
         try:
@@ -271,20 +265,3 @@ def _shell() -> tuple[str, str]:
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return html, policy
-
-
-def _json(content: Any, headers: dict[str, str] | None = None, status: int = 200) -> Response:
-    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
-    headers = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"} | (headers or {})
-    return Response(body, status, headers, media_type="application/json")
-
-
-async def _error(request: HttpRequest, error: Exception) -> Response:
-    api_error = as_api_error(error)
-    return _json(api_error.body, api_error.headers, api_error.status)
-
-
-async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
-    return _json(
-        ApiError(error.status_code, "there is no such route").body, dict(error.headers or {}), error.status_code
-    )

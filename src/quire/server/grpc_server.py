@@ -19,7 +19,7 @@ from grpc_health.v1 import health_pb2
 
 from quire import __version__
 from quire.server import wire
-from quire.server.answers import read_chat, read_completion
+from quire.server.asked import read_chat, read_completion
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.grpc_messages import (
@@ -349,7 +349,6 @@ class Methods(Calls):
         """A request under way, and its id. However this is left, the request has ended then."""
         service, caller = self._service, self._caller(call)
         asked = read_request(request, model=service.model_name, max_model_len=service.max_model_len, stream=stream)
-        service.check_model(asked.model)
         request_id = asked.request_id = asked.request_id or f"gen-{uuid.uuid4().hex}"
         running, name = _Running(), (caller.tenant, request_id)
         self._running.setdefault(name, []).append(running)

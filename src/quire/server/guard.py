@@ -30,7 +30,7 @@ _log = logging.getLogger("quire.access")
 class Guard:
     """An ASGI application around another."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str] = PUBLIC) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str]) -> None:
         self._app = app
         self._public = public
         self._keys = keys

@@ -5,27 +5,24 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from quire import __version__
 from quire.server import wire
-from quire.server.admission import OverloadError
-from quire.server.answers import Asked, read_chat, read_completion, usage
-from quire.server.bridge import UnavailableError
+from quire.server.answers import usage
+from quire.server.application import guarded, json_response
+from quire.server.asked import Asked, read_chat, read_completion
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
-from quire.server.guard import Guard
+from quire.server.guard import PUBLIC, Guard
 from quire.server.keys import Keys
 from quire.server.metrics import Metrics
 from quire.server.openapi import openapi
 from quire.server.service import Service
-from quire.server.stream import Stream, StreamError, Update
+from quire.server.stream import Stream, Update
 
 
 class Api:
@@ -52,29 +49,18 @@ class Api:
             Route("/version", self.version),
             Route("/openapi.json", self.openapi),
         ]
-        kinds = (
-            ApiError, OverloadError, UnavailableError, StreamError, ClientDisconnect, RecursionError, ValueError,
-            Exception,
-        )  # fmt: skip
-        handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
-        app = Starlette(routes=routes, exception_handlers=handlers)
-        app.router.redirect_slashes = False
-        return Guard(app, keys, self.config)
+        return guarded(routes, keys, self.config, public=PUBLIC)
 
     # -- what can be asked ---------------------------------------------------------------------------------------------
 
     async def completions(self, request: HttpRequest) -> Response:
         """`/v1/completions`."""
         asked = _decode(await request.body(), wire.CompletionRequest)
-        self.service.check_model(asked.model)
-        self.service.bridge.admission.check_room()
         return await self._answer(request, await read_completion(self.service, asked, request.state.caller))
 
     async def chat(self, request: HttpRequest) -> Response:
         """`/v1/chat/completions`."""
         asked = _decode(await request.body(), wire.ChatRequest)
-        self.service.check_model(asked.model)
-        self.service.bridge.admission.check_room()
         return await self._answer(request, await read_chat(self.service, asked, request.state.caller))
 
     async def _answer(self, request: HttpRequest, asked: Asked) -> Response:
@@ -93,7 +79,7 @@ class Api:
             if not whole.done():
                 raise ApiError(499, "the client is gone", code="cancelled")
             # Log-probabilities of many tokens take a while to write down.
-            return await asyncio.to_thread(lambda: _json(asked.answer.body(streams, whole.result())))
+            return await asyncio.to_thread(lambda: json_response(asked.answer.body(streams, whole.result())))
         finally:
             gone.cancel()
             whole.cancel()
@@ -104,22 +90,22 @@ class Api:
         asked = _decode(await request.body(), wire.TokenizeRequest)
         self.service.check_model(asked.model)
         tokens = await self.service.encode(asked.prompt, asked.add_special_tokens)
-        return _json({"tokens": tokens, "count": len(tokens), "max_model_len": self.service.max_model_len})
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.service.max_model_len})
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """`/detokenize`."""
         asked = _decode(await request.body(), wire.DetokenizeRequest)
         self.service.check_model(asked.model)
-        return _json({"prompt": await self.service.aside(self.service.tokenizer.decode, asked.tokens, False)})
+        return json_response({"prompt": await self.service.aside(self.service.tokenizer.decode, asked.tokens, False)})
 
     async def models(self, request: HttpRequest) -> Response:
         """`/v1/models`."""
-        return _json({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: HttpRequest) -> Response:
         """`/v1/models/NAME`."""
         self.service.check_model(request.path_params["name"])
-        return _json(self._model())
+        return json_response(self._model())
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -152,11 +138,11 @@ class Api:
 
     async def version(self, request: HttpRequest) -> Response:
         """`/version`."""
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def openapi(self, request: HttpRequest) -> Response:
         """`/openapi.json`."""
-        return _json(openapi())
+        return json_response(openapi())
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
@@ -270,24 +256,5 @@ def _decode[T](body: bytes, kind: type[T]) -> T:
 _encode = msgspec.json.encode
 
 
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(_encode(content), status, headers, media_type="application/json")
-
-
 def _probe(is_good: bool, why_not: str) -> Response:
     return PlainTextResponse("ok" if is_good else why_not, 200 if is_good else 503)
-
-
-def error_response(error: ApiError) -> Response:
-    """An error as an answer."""
-    return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _error(request: HttpRequest, error: Exception) -> Response:
-    return error_response(as_api_error(error))
-
-
-async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
-    messages = {404: "there is no such route", 405: f"this route does not take {request.method}"}
-    headers = dict(error.headers or {})
-    return error_response(ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=headers))

@@ -9,16 +9,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from quire.llm import LLM
 from quire.server.admission import Admission
-from quire.server.bridge import Bridge
+from quire.server.bridge import Bridge, Observer
 from quire.server.config import ServerConfig
-from quire.server.connections import limited_protocol
+from quire.server.connections import limited
 from quire.server.debug import Admin
 from quire.server.http import Api
 from quire.server.keys import Keys
@@ -53,67 +53,42 @@ async def serve(
 ) -> None:
     """Run until a signal says otherwise. `on_ready` is told how far it is, where to reach it, and what fits."""
     check_exposure(config, keys, admin_keys)
-    set_up_logs()
-    num_ports = 1 if config.grpc_port is None else 2
-    _allow_files(num_ports * config.max_connections + SPARE_FILES)
-    sys.setswitchinterval(SWITCH_S)
-    sockets = [_listen(config.host, config.port)]  # before the model is loaded: a port that is taken fails at once
+    _prepare_process(config)
+    listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
+    admin_listener = None if config.admin_port is None else _listen("127.0.0.1", config.admin_port)
     rpc = _grpc_server(config, keys)
-    admin_sockets = [] if config.admin_port is None else [_listen("127.0.0.1", config.admin_port)]
     model_name = config.served_model_name or model_name
-    metrics = Metrics()
-    trace_log = TraceLog() if admin_sockets else None
-    telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
-    admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-    observers = [one for one in (metrics, trace_log, telemetry) if one is not None]
-    bridge = Bridge(open_llm, admission, *observers)
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_loop_error)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, _stop, stopping)
-    on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
-    loading = asyncio.create_task(bridge.start())
-    stopped = asyncio.create_task(stopping.wait())
-    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
-    if not loading.done():
-        os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
-    loading.result()
-    service = Service(bridge, model_name, int(time.time()), config.max_priority)
-    metrics.watch(bridge, model_name)
-    server = _Server(Api(service, config, metrics).app(keys), config)
-    running = asyncio.create_task(server.serve(sockets))
-    while not server.started and not running.done():  # only then does it listen
-        await asyncio.sleep(0.01)
-    admin, admin_running = None, None
-    if trace_log:
-        admin = _Server(Admin(service, config, trace_log).app(admin_keys), config)
-        admin_running = asyncio.create_task(admin.serve(admin_sockets))
-        while not admin.started and not admin_running.done():
-            await asyncio.sleep(0.01)
-        on_ready(f"quire: to look inside, http://127.0.0.1:{admin_sockets[0].getsockname()[1]}/debug")
-    host, port = sockets[0].getsockname()[:2]
-    where = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
-    if rpc:
-        await rpc.start(service)
-        where += f" and grpc://{rpc.address}"
-    on_ready(f"quire: ready on {where}; {bridge.llm.engine.capacity}")
-    try:
-        await asyncio.wait((running, stopped), return_when=asyncio.FIRST_COMPLETED)
-        await _drain(bridge, config)
-    finally:
-        bridge.end_all()  # before the connections are closed: their clients are told
-        server.should_exit = True
-        await running
+    metrics, trace_log = Metrics(), TraceLog()
+    observers: list[Observer] = [metrics, trace_log] if admin_listener else [metrics]
+    stopped = _stop_signal()
+    async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
+        if config.otlp_endpoint:
+            telemetry = Telemetry(config.otlp_endpoint, model_name)
+            observers.append(telemetry)
+            running.push_async_callback(asyncio.to_thread, telemetry.close)
+        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        bridge = Bridge(open_llm, admission, *observers)
+        on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
+        await _load(bridge, stopped)
+        running.push_async_callback(bridge.stop)
+        service = Service(bridge, model_name, int(time.time()), config.max_priority)
+        running.callback(service.close)
+        metrics.watch(bridge, model_name)
+        if admin_listener:
+            app = Admin(service, config, trace_log).app(admin_keys)
+            await running.enter_async_context(_answering(app, config, admin_listener))
+            on_ready(f"quire: to look inside, {_url(admin_listener)}/debug")
+        where = f"{_url(listener)}/v1"
         if rpc:
-            await rpc.stop()
-        await bridge.stop()
-        if admin and admin_running:
-            admin.should_exit = True
-            await admin_running
-        service.close()
-        if telemetry:
-            await asyncio.to_thread(telemetry.close)
+            await rpc.start(service)
+            running.push_async_callback(rpc.stop)
+            where += f" and grpc://{rpc.address}"
+        app = Api(service, config, metrics).app(keys)
+        answering = await running.enter_async_context(_answering(app, config, listener))
+        running.callback(bridge.end_all)  # before the connections are closed: their clients are told
+        on_ready(f"quire: ready on {where}; {bridge.llm.engine.capacity}")
+        await asyncio.wait((answering, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await _drain(bridge, config)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
@@ -138,6 +113,44 @@ def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":
     from quire.server.grpc_server import GrpcServer
 
     return GrpcServer(config, keys)
+
+
+def _prepare_process(config: ServerConfig) -> None:
+    set_up_logs()
+    num_ports = 1 if config.grpc_port is None else 2
+    _allow_files(num_ports * config.max_connections + SPARE_FILES)
+    sys.setswitchinterval(SWITCH_S)
+    asyncio.get_running_loop().set_exception_handler(_log_loop_error)
+
+
+def _stop_signal() -> asyncio.Task[bool]:
+    """Done when somebody asks the process to stop."""
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _stop, stopping)
+    return asyncio.create_task(stopping.wait())
+
+
+async def _load(bridge: Bridge, stopped: asyncio.Task[bool]) -> None:
+    loading = asyncio.create_task(bridge.start())
+    await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
+    loading.result()
+
+
+@contextlib.asynccontextmanager
+async def _answering(app: Any, config: ServerConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """A port that answers, and the task that does it."""
+    server = _Server(app, config)
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started and not task.done():  # only then does it listen
+        await asyncio.sleep(0.01)
+    try:
+        yield task
+    finally:
+        server.should_exit = True
+        await task
 
 
 async def _drain(bridge: Bridge, config: ServerConfig) -> None:
@@ -184,6 +197,11 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class _Server(uvicorn.Server):
     """A uvicorn without its own signal handlers: draining is ours."""
 
@@ -191,7 +209,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limited_protocol(config),
+                http=limited(config),
                 ws="none",
                 lifespan="off",
                 log_config=None,

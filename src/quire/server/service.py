@@ -64,6 +64,11 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
+    def check_arrival(self, model_name: str | None) -> None:
+        """Before a prompt is read: whether anybody could be answered."""
+        self.check_model(model_name)
+        self.bridge.admission.check_room()
+
     async def aside[T](self, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time and with a bounded queue."""
         if self._num_aside >= MAX_ASIDE:
