@@ -10,7 +10,7 @@
 
 #include "vector.h"
 
-#if defined(__x86_64__)
+#if QUIRE_X86
 #include <immintrin.h>
 #endif
 
@@ -106,7 +106,7 @@ int64_t collect(const float* weights, int64_t n, float least, float* out) {
   return count;
 }
 
-#if defined(__x86_64__)
+#if QUIRE_X86
 __attribute__((target("avx512f"))) int64_t collect_avx512(const float* weights, int64_t n, float least, float* out) {
   const __m512 limit = _mm512_set1_ps(least);
   int64_t i = 0, count = 0;
@@ -139,13 +139,13 @@ struct Passes {
   }
 
 QUIRE_PASSES(QUIRE_PLAIN, plain)
-#if defined(__x86_64__)
+#if QUIRE_X86
 QUIRE_PASSES(QUIRE_AVX2, avx2)
 QUIRE_PASSES(QUIRE_AVX512, avx512)
 #endif
 
 Passes passes_for(Isa isa) {
-#if defined(__x86_64__)
+#if QUIRE_X86
   if (isa >= Isa::kAvx512) return {find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
   if (isa == Isa::kAvx2) return {find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
 #endif

@@ -6,8 +6,7 @@
 
 #include "bf16.h"
 
-#if defined(__x86_64__)
-#define QUIRE_X86 1
+#if QUIRE_X86
 #include <immintrin.h>
 #endif
 

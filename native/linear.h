@@ -21,9 +21,6 @@
 namespace quire {
 
 constexpr int64_t kPanel = 16;
-constexpr int64_t kLine = 64;
-
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // The inner dimension as packed, in values; and in lines of a panel.
 inline int64_t padded_inner(int64_t inner, int64_t itemsize) { return round_up(inner, kLine / itemsize); }

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#if defined(__x86_64__)
+#if QUIRE_X86
 #include <cpuid.h>
 #if defined(__linux__)
 #include <sys/syscall.h>
@@ -14,7 +14,7 @@
 namespace quire {
 namespace {
 
-#if defined(__x86_64__)
+#if QUIRE_X86
 
 // Whether this process may use the tile registers: the kernel saves them only for those who asked.
 bool tiles_allowed() {

@@ -1,10 +1,19 @@
-// What the machine offers the kernels: instruction sets, and threads.
+// What the machine offers the kernels: instruction sets, lines of its cache, and threads.
 #pragma once
 
 #include <cstdint>
 #include <functional>
 
+#if defined(__x86_64__) && (defined(__GNUC__) || defined(__clang__))
+#define QUIRE_X86 1
+#endif
+
 namespace quire {
+
+constexpr int64_t kLine = 64;  // bytes
+
+inline int64_t ceil_div(int64_t value, int64_t step) { return (value + step - 1) / step; }
+inline int64_t round_up(int64_t value, int64_t step) { return ceil_div(value, step) * step; }
 
 // In rising order of preference. A machine that has one has those before it. kAvx512Bf16 includes VNNI, its counterpart
 // for int8, and kAmx both kinds of tiles.

@@ -76,7 +76,7 @@ QUIRE_INLINE void rotate_row(const Rotate& args, int64_t token) {
     for (int64_t row = begin; row < end; ++row) args.bf16 ? kBf16(args, row) : kFloat(args, row); \
   }
 
-#if defined(__x86_64__)
+#if QUIRE_X86
 QUIRE_ROWS(QUIRE_AVX2, avx2_rows)
 QUIRE_ROWS(QUIRE_AVX512, avx512_rows)
 #endif
@@ -88,7 +88,7 @@ constexpr int64_t kValuesAtOnce = 16 << 10;
 template <class Args, void (*kFloat)(const Args&, int64_t), void (*kBf16)(const Args&, int64_t)>
 void run(Isa isa, const Args& args, int64_t rows, int64_t values_a_row, const Threads& threads) {
   auto run_rows = plain_rows<Args, kFloat, kBf16>;
-#if defined(__x86_64__)
+#if QUIRE_X86
   if (isa == Isa::kAvx2) run_rows = avx2_rows<Args, kFloat, kBf16>;
   if (isa >= Isa::kAvx512) run_rows = avx512_rows<Args, kFloat, kBf16>;
 #else

@@ -65,7 +65,7 @@ QUIRE_INLINE void quantize_rows(const Activations& a, int64_t first, int64_t end
 }
 
 void plain_quantize(const Activations& a, int64_t first, int64_t end) { quantize_rows(a, first, end); }
-#if defined(__x86_64__)
+#if QUIRE_X86
 __attribute__((target("avx2"))) void avx2_quantize(const Activations& a, int64_t first, int64_t end) {
   quantize_rows(a, first, end);
 }
@@ -78,7 +78,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) void avx512_quantize(const 
 }  // namespace
 
 void quantize(Isa isa, const Activations& activations, int64_t first_row, int64_t end_row) {
-#if defined(__x86_64__)
+#if QUIRE_X86
   if (isa >= Isa::kAvx512) return avx512_quantize(activations, first_row, end_row);
   if (isa >= Isa::kAvx2) return avx2_quantize(activations, first_row, end_row);
 #endif

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "bf16.h"
+#include "machine.h"
 
 #define QUIRE_INLINE inline __attribute__((always_inline))
 
@@ -94,7 +95,7 @@ QUIRE_INLINE Floats exp2(Floats x) {
 
 // Everything called is inlined, so that all of it is compiled for the set.
 #define QUIRE_PLAIN __attribute__((flatten))
-#if defined(__x86_64__)
+#if QUIRE_X86
 #define QUIRE_AVX2 __attribute__((target("avx2,fma"), flatten))
 #define QUIRE_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma"), flatten))
 #endif

@@ -1,0 +1,402 @@
+// A table of functions for each instruction set and element type: plain ones here, vectors in attention_vector.inc.
+#include "attention_tile.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#if QUIRE_X86
+#include <immintrin.h>
+#endif
+
+namespace quire {
+namespace {
+
+void nothing(Scratch&) {}
+
+// Columns without a position may lie between two that are seen.
+void clear_gaps(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    if (pieces[i].count == s.padded) continue;
+    for (int64_t x = 0; x < s.num_rows; ++x) {
+      float* scores = s.scores + x * kScoreStride + i * s.padded;
+      std::fill(scores + pieces[i].count, scores + s.padded, kNothing);
+    }
+  }
+}
+
+// ---- plain C++ ------------------------------------------------------------------------------------------------------
+
+template <class T>
+void score_plain(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  constexpr int64_t pair = kPair<T>;
+  const auto* q = static_cast<const float*>(s.q);
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    const auto* k = static_cast<const T*>(pieces[i].k);
+    const int64_t count = pieces[i].count;
+    for (int64_t x = 0; x < s.num_rows; ++x) {
+      float* scores = s.scores + x * kScoreStride + i * s.padded;
+      std::fill(scores, scores + count, 0.0f);
+      for (int64_t h = 0; h < s.head_dim; ++h) {
+        const float factor = q[x * s.head_dim + h];
+        const T* row = k + h / pair * s.page_size * pair + h % pair;
+        for (int64_t z = 0; z < count; ++z) scores[z] += factor * to_float(row[z * pair]);
+      }
+    }
+  }
+  clear_gaps(s, pieces, num_pieces);
+}
+
+void soften_plain(Scratch& s, int64_t column, int64_t num_columns) {
+  for (int64_t x = 0; x < s.num_rows; ++x) {
+    float* scores = s.scores + x * kScoreStride;
+    const int64_t begin = std::clamp<int64_t>(s.begin[x] - column, 0, num_columns);
+    const int64_t end = std::clamp<int64_t>(s.end[x] - column, begin, num_columns);
+    float top = s.top[x];
+    for (int64_t c = begin; c < end; ++c) {
+      scores[c] *= s.scale_log2e;
+      top = scores[c] > top ? scores[c] : top;
+    }
+    std::fill(scores, scores + begin, 0.0f);
+    std::fill(scores + end, scores + num_columns, 0.0f);
+    if (top == kNothing) {  // nothing seen yet
+      std::fill(scores + begin, scores + end, 0.0f);
+      continue;
+    }
+    float sum = 0;
+    for (int64_t c = begin; c < end; ++c) {
+      scores[c] = std::exp2(scores[c] - top);
+      sum += scores[c];
+    }
+    const float shrink = std::exp2(s.top[x] - top);
+    s.top[x] = top;
+    s.total[x] = s.total[x] * shrink + sum;
+    float* out = s.out + x * s.head_dim;
+    for (int64_t h = 0; h < s.head_dim; ++h) out[h] *= shrink;
+  }
+}
+
+template <class T>
+void accumulate_plain(Scratch& s, const Piece* pieces, int64_t num_pieces, const Piece*, int64_t) {
+  constexpr int64_t pair = kPair<T>;
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    const auto* v = static_cast<const T*>(pieces[i].v);
+    for (int64_t x = 0; x < s.num_rows; ++x) {
+      const float* weights = s.scores + x * kScoreStride + i * s.padded;
+      float* out = s.out + x * s.head_dim;
+      for (int64_t z = pieces[i].seen_begin; z < pieces[i].seen_end; ++z) {
+        const T* row = v + z / pair * s.head_dim * pair + z % pair;
+        for (int64_t h = 0; h < s.head_dim; ++h) out[h] += weights[z] * to_float(row[h * pair]);
+      }
+    }
+  }
+}
+
+template <class T>
+constexpr TileFunctions kPlainFunctions = {true, nothing, score_plain<T>, soften_plain, accumulate_plain<T>, nothing};
+
+// ---- vectors --------------------------------------------------------------------------------------------------------
+
+#if QUIRE_X86
+
+namespace avx2 {
+#define TARGET __attribute__((target("avx2,fma")))
+
+using F = __m256;
+using U = __m256i;
+constexpr int kLanes = 8;
+constexpr int kSums = 2;  // vectors of output for each of four rows: what sixteen registers hold
+constexpr bool kDot = false;
+
+TARGET inline U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+TARGET inline U first(int64_t n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n)), iota()); }
+TARGET inline F load(const float* p) { return _mm256_loadu_ps(p); }
+TARGET inline F load_n(const float* p, int n) { return _mm256_maskload_ps(p, first(n)); }
+TARGET inline U load_pairs(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+TARGET inline U load_pairs_n(const void* p, int n) {
+  return _mm256_maskload_epi32(static_cast<const int*>(p), first(n));
+}
+TARGET inline void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+TARGET inline void store_n(float* p, F x, int n) { _mm256_maskstore_ps(p, first(n), x); }
+TARGET inline F set1(float x) { return _mm256_set1_ps(x); }
+TARGET inline U set1_pair(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+TARGET inline F add(F a, F b) { return _mm256_add_ps(a, b); }
+TARGET inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
+TARGET inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+TARGET inline F max(F a, F b) { return _mm256_max_ps(a, b); }
+TARGET inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+TARGET inline F low(U x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+TARGET inline F high(U x) { return _mm256_castsi256_ps(_mm256_and_si256(x, set1_pair(0xffff0000u))); }
+TARGET inline U keep_bits(U x, uint32_t bits) { return _mm256_and_si256(x, set1_pair(bits)); }
+TARGET inline float sum_of(F x) {
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+TARGET inline float highest_of(F x) {
+  __m128 half = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
+}
+TARGET inline F round(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TARGET inline F dot(F sum, U, U) { return sum; }
+TARGET inline void store_narrow(Bf16*, F) {}
+TARGET inline void shrink_eight(float* p, float by) { store(p, mul(load(p), set1(by))); }
+TARGET inline F between(F x, int64_t begin, int64_t end, float other) {
+  const U lanes = _mm256_andnot_si256(first(std::clamp<int64_t>(begin, 0, 8)), first(std::clamp<int64_t>(end, 0, 8)));
+  return _mm256_blendv_ps(set1(other), x, _mm256_castsi256_ps(lanes));
+}
+TARGET inline F times_power_of_two(F y, F n, F x) {
+  const F above = _mm256_cmp_ps(x, set1(-126), _CMP_NLT_UQ);  // NaN stays NaN
+  const U power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_and_ps(above, mul(y, _mm256_castsi256_ps(power)));
+}
+
+#include "attention_vector.inc"
+#undef TARGET
+}  // namespace avx2
+
+namespace avx512_operations {
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl")))
+
+using F = __m512;
+using U = __m512i;
+constexpr int kLanes = 16;
+constexpr int kSums = 4;
+
+TARGET inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
+TARGET inline F load(const float* p) { return _mm512_loadu_ps(p); }
+TARGET inline F load_n(const float* p, int n) { return _mm512_maskz_loadu_ps(first(n), p); }
+TARGET inline U load_pairs(const void* p) { return _mm512_loadu_si512(p); }
+TARGET inline U load_pairs_n(const void* p, int n) { return _mm512_maskz_loadu_epi32(first(n), p); }
+TARGET inline void store(float* p, F x) { _mm512_storeu_ps(p, x); }
+TARGET inline void store_n(float* p, F x, int n) { _mm512_mask_storeu_ps(p, first(n), x); }
+TARGET inline F set1(float x) { return _mm512_set1_ps(x); }
+TARGET inline U set1_pair(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+TARGET inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+TARGET inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+TARGET inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+TARGET inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+TARGET inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+TARGET inline F low(U x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+TARGET inline F high(U x) { return _mm512_castsi512_ps(_mm512_and_si512(x, set1_pair(0xffff0000u))); }
+TARGET inline U keep_bits(U x, uint32_t bits) { return _mm512_and_si512(x, set1_pair(bits)); }
+TARGET inline float sum_of(F x) { return _mm512_reduce_add_ps(x); }
+TARGET inline float highest_of(F x) { return _mm512_reduce_max_ps(x); }
+TARGET inline F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+TARGET inline void shrink_eight(float* p, float by) {
+  _mm256_storeu_ps(p, _mm256_mul_ps(_mm256_loadu_ps(p), _mm256_set1_ps(by)));
+}
+// Lanes from begin to end keep their value.
+TARGET inline F between(F x, int64_t begin, int64_t end, float other) {
+  const uint32_t lanes = first(std::clamp<int64_t>(end, 0, 16)) & ~first(std::clamp<int64_t>(begin, 0, 16));
+  return _mm512_mask_mov_ps(set1(other), static_cast<__mmask16>(lanes), x);
+}
+// y * 2^n. Where x, which n was rounded from, is minus infinity, y is NaN and the answer 0.
+TARGET inline F times_power_of_two(F y, F n, F x) {
+  const __mmask16 above = _mm512_cmp_ps_mask(x, set1(-126), _CMP_NLT_UQ);  // NaN stays NaN
+  return _mm512_maskz_scalef_ps(above, y, n);
+}
+
+}  // namespace avx512_operations
+
+namespace avx512 {
+using namespace avx512_operations;
+constexpr bool kDot = false;
+TARGET inline F dot(F sum, U, U) { return sum; }
+TARGET inline void store_narrow(Bf16*, F) {}
+#include "attention_vector.inc"
+#undef TARGET
+}  // namespace avx512
+
+namespace avx512_bf16 {
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+using namespace avx512_operations;
+constexpr bool kDot = true;
+TARGET inline F dot(F sum, U a, U b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+TARGET inline void store_narrow(Bf16* p, F x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x));
+}
+#include "attention_vector.inc"
+#undef TARGET
+}  // namespace avx512_bf16
+
+// ---- tiles ----------------------------------------------------------------------------------------------------------
+
+// AMX multiplies 16 rows by 16 columns over 32 dimensions (or 32 columns by 16 dimensions of V) in one instruction. A
+// page of K is such a tile as it lies; V of a chunk is first copied out of its pages, without what is not seen.
+namespace amx {
+#define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
+
+constexpr int64_t kSide = 16;         // rows of a tile, and floats or pairs in each
+constexpr int64_t kFewestRows = 12;  // below, a tile is mostly empty
+
+bool fits(const Scratch& s) { return s.num_rows >= kFewestRows && s.head_dim % 32 == 0 && s.page_size % kSide == 0; }
+
+TARGET void start(Scratch& s) {
+  if (!fits(s)) return;
+  struct alignas(64) Config {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t bytes_per_row[16];
+    uint8_t rows[16];
+  };
+  // Static: gcc sees only the first eight bytes being read, and would not store the others on the stack.
+  static const Config config = {
+      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kSide, kSide, kSide, kSide, kSide, kSide, kSide, kSide}};
+  _tile_loadconfig(&config);
+}
+
+TARGET void finish(Scratch& s) {
+  if (fits(s)) _tile_release();
+}
+
+// c[0..15, 0..15] and its neighbours right and below = (or +=) a b, over `depth` tiles. Strides in bytes.
+struct Product {
+  const char* a;         // rows of A; the second tile is 16 rows below
+  int64_t a_stride;
+  const char* b[2];      // pairs of rows of B; null for no second tile
+  int64_t b_stride, b_depth;  // from row to row, from tile to tile
+  char* c[2];
+  int64_t c_stride;
+  int64_t depth;
+  bool lower;            // whether there are 16 more rows
+  bool add;
+};
+
+TARGET void multiply(const Product& p) {
+  asm volatile("" ::: "memory");  // gcc does not know that loading a tile reads memory
+  const bool right = p.b[1] != nullptr;
+  const int64_t a_below = kSide * p.a_stride, c_below = kSide * p.c_stride;
+  if (p.add) {
+    _tile_loadd(0, p.c[0], p.c_stride);
+    if (right) _tile_loadd(1, p.c[1], p.c_stride);
+    if (p.lower) _tile_loadd(2, p.c[0] + c_below, p.c_stride);
+    if (right && p.lower) _tile_loadd(3, p.c[1] + c_below, p.c_stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t i = 0; i < p.depth; ++i) {
+    _tile_loadd(4, p.a + i * 64, p.a_stride);
+    _tile_loadd(6, p.b[0] + i * p.b_depth, p.b_stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if (right) {
+      _tile_loadd(7, p.b[1] + i * p.b_depth, p.b_stride);
+      _tile_dpbf16ps(1, 4, 7);
+    }
+    if (p.lower) {
+      _tile_loadd(5, p.a + a_below + i * 64, p.a_stride);
+      _tile_dpbf16ps(2, 5, 6);
+      if (right) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, p.c[0], p.c_stride);
+  if (right) _tile_stored(1, p.c[1], p.c_stride);
+  if (p.lower) _tile_stored(2, p.c[0] + c_below, p.c_stride);
+  if (right && p.lower) _tile_stored(3, p.c[1] + c_below, p.c_stride);
+}
+
+TARGET void score(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  if (!fits(s)) return avx512_bf16::score<Bf16>(s, pieces, num_pieces);
+  const Bf16* keys[kChunk / kSide];
+  int64_t columns[kChunk / kSide], num_groups = 0;
+  for (int64_t i = 0; i < num_pieces; ++i)
+    for (int64_t z = 0; z < pieces[i].count; z += kSide) {
+      keys[num_groups] = static_cast<const Bf16*>(pieces[i].k) + z * 2;
+      columns[num_groups++] = i * s.padded + z;
+    }
+  Product p{};
+  p.a_stride = s.head_dim * 2;
+  p.b_stride = s.page_size * 4;
+  p.b_depth = kSide * p.b_stride;
+  p.c_stride = kScoreStride * 4;
+  p.depth = s.head_dim / 32;
+  for (int64_t x = 0; x < s.num_rows; x += 2 * kSide) {
+    p.a = static_cast<const char*>(s.q) + x * p.a_stride;
+    p.lower = x + kSide < s.num_rows;
+    for (int64_t g = 0; g < num_groups; g += 2) {
+      const bool right = g + 1 < num_groups;
+      p.b[0] = reinterpret_cast<const char*>(keys[g]);
+      p.b[1] = right ? reinterpret_cast<const char*>(keys[g + 1]) : nullptr;
+      p.c[0] = reinterpret_cast<char*>(s.scores + x * kScoreStride + columns[g]);
+      p.c[1] = right ? reinterpret_cast<char*>(s.scores + x * kScoreStride + columns[g + 1]) : nullptr;
+      multiply(p);
+    }
+  }
+  clear_gaps(s, pieces, num_pieces);
+}
+
+// V of a chunk as [columns / 2, H, 2], zero where no query looks. Returns its columns, a multiple of 32.
+TARGET int64_t gather_values(Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  const int64_t width = round_up(num_pieces * s.padded, 32);
+  auto* to = static_cast<uint32_t*>(s.values);
+  for (int64_t c = 0; c < width; c += 2, to += s.head_dim) {
+    const int64_t i = c / s.padded, z = c % s.padded;
+    uint32_t seen = 0;
+    if (i < num_pieces) {
+      if (z >= pieces[i].seen_begin && z < pieces[i].seen_end) seen |= 0xffffu;
+      if (z + 1 >= pieces[i].seen_begin && z + 1 < pieces[i].seen_end) seen |= 0xffff0000u;
+    }
+    if (seen == 0) {
+      std::memset(to, 0, s.head_dim * 4);
+      continue;
+    }
+    const auto* from = static_cast<const Bf16*>(pieces[i].v) + z * s.head_dim;
+    const __m512i bits = _mm512_set1_epi32(static_cast<int>(seen));
+    for (int64_t h = 0; h < s.head_dim; h += kSide)
+      _mm512_storeu_si512(to + h, _mm512_and_si512(_mm512_loadu_si512(from + h * 2), bits));
+  }
+  return width;
+}
+
+TARGET void accumulate(Scratch& s, const Piece* pieces, int64_t num_pieces, const Piece* next, int64_t num_next) {
+  if (!fits(s)) return avx512_bf16::accumulate<Bf16>(s, pieces, num_pieces, next, num_next);
+  Product p{};
+  p.depth = gather_values(s, pieces, num_pieces) / 32;
+  p.a_stride = kScoreStride * 2;
+  p.b_stride = s.head_dim * 4;
+  p.b_depth = kSide * p.b_stride;
+  p.c_stride = s.head_dim * 4;
+  p.add = true;
+  for (int64_t x = 0; x < s.num_rows; x += 2 * kSide) {
+    p.a = reinterpret_cast<const char*>(s.weights + x * kScoreStride);
+    p.lower = x + kSide < s.num_rows;
+    for (int64_t h = 0; h < s.head_dim; h += 2 * kSide) {
+      for (int64_t j = 0; j < 2; ++j) {
+        p.b[j] = static_cast<const char*>(s.values) + (h + j * kSide) * 4;
+        p.c[j] = reinterpret_cast<char*>(s.out + x * s.head_dim + h + j * kSide);
+      }
+      multiply(p);
+    }
+  }
+}
+
+constexpr TileFunctions kFunctions = {false, start, score, avx512_bf16::soften<true>, accumulate, finish};
+#undef TARGET
+}  // namespace amx
+
+#endif  // QUIRE_X86
+
+}  // namespace
+
+TileFunctions tile_functions(Isa isa, Element element) {
+  const bool narrow = element == Element::kBfloat16;
+  switch (isa) {
+#if QUIRE_X86
+    case Isa::kAmx:
+      return narrow ? amx::kFunctions : avx512::kFunctions<float>;
+    case Isa::kAvx512Bf16:
+      return narrow ? avx512_bf16::kFunctions<Bf16> : avx512::kFunctions<float>;
+    case Isa::kAvx2:
+      return narrow ? avx2::kFunctions<Bf16> : avx2::kFunctions<float>;
+    case Isa::kAvx512:
+      return narrow ? avx512::kFunctions<Bf16> : avx512::kFunctions<float>;
+#endif
+    default:
+      return narrow ? kPlainFunctions<Bf16> : kPlainFunctions<float>;
+  }
+}
+
+}  // namespace quire
