@@ -28,7 +28,7 @@ from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan, StepResult
 from quire.core.scheduler import Scheduler
 from quire.device.inputs import StepInputs
-from quire.device.memory import default_host_bytes, default_pool_bytes
+from quire.device.memory import host_pages, pool_pages
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.grammar import GrammarCompiler
@@ -124,8 +124,8 @@ class Engine:
         self._owner = threading.get_ident()
         self._watch = Stopwatch(clock)
         mesh = mesh or make_mesh()
-        num_pages = config.num_pages or _pages_in_budget(config, model, self.max_model_len, mesh)
-        num_host_pages = _host_pages(config, model, num_pages)
+        num_pages = config.num_pages or pool_pages(config, model, self.max_model_len, mesh)
+        num_host_pages = host_pages(config, model, num_pages)
         pages_per_row = min(-(-self.max_model_len // config.page_size), num_pages)
         shapes = step_shapes(config)
         tables = PageTables(
@@ -562,28 +562,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_len:
         raise ValueError(f"max_model_len={config.max_model_len} is more than the model's own {model.max_len}")
     return config.max_model_len
-
-
-def _host_pages(config: EngineConfig, model: ModelConfig, num_pages: int) -> int:
-    """Half as many as on the device, in at most a share of the memory the host has free; none if nobody swaps."""
-    if config.preemption == "recompute":
-        return 0
-    if config.num_host_pages is not None:
-        return config.num_host_pages
-    page_bytes = config.page_size * model.kv_bytes_per_token(jnp.dtype(config.dtype).itemsize)
-    return min(num_pages // 2, default_host_bytes() // page_bytes)
-
-
-def _pages_in_budget(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> int:
-    """As many pages as the budget holds, and no more than every row at full length could use."""
-    page_bytes = config.page_size * model.kv_bytes_per_token(jnp.dtype(config.dtype).itemsize)
-    budget = config.memory_budget or default_pool_bytes(mesh)
-    useful = config.max_num_seqs * -(-max_model_len // config.page_size)
-    pages = min(budget // page_bytes, useful)
-    # Compiled programs know the pool's size: on a coarse grid, the next start finds the same ones in the cache.
-    pages -= pages % (1 << max(pages.bit_length() - 4, 0))
-    if pages < 1:
-        raise ValueError(
-            f"memory_budget={budget:,} bytes holds no page of {page_bytes:,} bytes; raise it or lower page_size"
-        )
-    return pages
