@@ -4,7 +4,7 @@
 check:  ## everything CI runs
 	.ci/run
 
-fast:   ## the two-minute subset
+fast:   ## something of everything, in a few minutes
 	.ci/run fast
 
 format: ## put the code in shape

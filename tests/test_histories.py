@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from tests.effort import slow
 from tests.histories import CONFIGS, WEIGHTS, History, play_history
 from tests.mutations import MUTATIONS
 
@@ -22,6 +23,8 @@ HISTORY = 400
 """Operations in one history."""
 NUM_SEEDS = 200
 """Histories that a mutation may survive."""
+RARE = {"believe_a_swap_that_failed"}
+"""Mutations that take many."""
 
 
 def play_many(first: int, last: int) -> Counter[str]:
@@ -91,7 +94,7 @@ def test_50000_operations_by_hypothesis():
     )
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [slow(name) if name in RARE else name for name in MUTATIONS])
 def test_a_mutation_is_found(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
     start = time.monotonic()

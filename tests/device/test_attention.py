@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.device.attention import get_backend, paged_attention
 from quire.device.attention.native import NativeBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
-from tests.device.instruction_sets import ISAS, daily, slow
+from tests.effort import ISAS, daily, examples, slow
 from tests.tiny import tiny_config
 
 NATIVE = [f"native {isa}" for isa in ISAS]
@@ -163,7 +163,7 @@ MIXES = {
 
 @pytest.mark.parametrize("name", DAILY_BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("window", [None, 1, 5, 100])
+@pytest.mark.parametrize("window", [None, slow(1), 5, slow(100)])
 @pytest.mark.parametrize("poison", [np.nan, slow(np.inf), slow(-np.inf)])
 def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
     rows, decode = MIXES[mix]
@@ -172,7 +172,7 @@ def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
 
 
 @pytest.mark.parametrize("name", DAILY_BACKENDS)
-@pytest.mark.parametrize("page_size", [1, 3, 16, 128, 256])
+@pytest.mark.parametrize("page_size", [slow(1), 3, slow(16), slow(128), 256])
 def test_any_page_size(name, page_size):
     Case([(150, 1), (90, 70), (17, 17)], page_size=page_size, num_pages=300 // page_size + 8).run(name)
 
@@ -190,7 +190,7 @@ def test_only_the_destinations_are_written(name):
         np.testing.assert_array_equal(after[others], before[others])
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=5),
     st.sampled_from([None, 3, 40]),
@@ -298,7 +298,7 @@ def test_any_page_size_in_bfloat16(name, page_size):
 ragged = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=6)
 
 
-@settings(deadline=None, max_examples=300)
+@examples(300)
 @given(
     rows=ragged,
     window=st.sampled_from([None, 1, 16, 129]),

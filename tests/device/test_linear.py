@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bench.perplexity import perplexity
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire import SamplingParams
@@ -26,7 +26,7 @@ from quire.device.linear import (
 )
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
-from tests.device.instruction_sets import each_isa
+from tests.effort import each_isa, examples
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
 needs_native = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -48,7 +48,7 @@ def exact(x: jax.Array, weight: jax.Array) -> tuple[np.ndarray, np.ndarray]:
 
 @needs_native
 @each_isa
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(sizes=SIZES)
 def test_bfloat16_is_the_exact_product_but_for_float32_sums_and_one_rounding(isa, sizes):
     x, weight = arrays(*sizes)
@@ -72,7 +72,7 @@ def test_bfloat16_at_the_sizes_of_models(isa, sizes):
 
 @needs_native
 @each_isa
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(sizes=SIZES, wide=st.booleans())
 def test_native_int8_is_plain_int8_but_for_a_tie_of_the_second_term(isa, sizes, wide):
     x, weight = arrays(*sizes)

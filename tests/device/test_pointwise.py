@@ -4,15 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.device import native
 from quire.device.pointwise import add_norm, gate, split_rotated
-from tests.device.instruction_sets import each_isa
+from tests.effort import each_isa, examples
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-few = settings(max_examples=25, deadline=None)
+few = examples(25)
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7}
 """Relative; in bfloat16 a float32 just beside a tie may go either way."""
 dtypes = st.sampled_from(list(ROUNDING))

@@ -14,7 +14,7 @@ from quire.device.cut import cut
 from quire.device.inputs import mask_words
 from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
 from quire.request import Request, SamplingParams, Sequence
-from tests.device.instruction_sets import ISAS
+from tests.effort import each_isa, slow
 
 VOCAB = 1000
 jitted = jax.jit(partial(sample, native=native.why_not() is None))
@@ -84,14 +84,14 @@ def test_greedy_takes_the_first_of_the_most_likely():
     "params",
     [
         {"temperature": 1.0},
-        {"temperature": 0.5},
-        {"top_k": 7},
+        slow({"temperature": 0.5}),
+        slow({"top_k": 7}),
         {"top_k": 1},
-        {"top_p": 0.6},
+        slow({"top_p": 0.6}),
         {"top_k": 40, "top_p": 0.5},
-        {"min_p": 0.2},
+        slow({"min_p": 0.2}),
         {"top_p": 0.9, "min_p": 0.1},
-        {"top_p": 0.999, "temperature": 3.0},
+        slow({"top_p": 0.999, "temperature": 3.0}),
         {"top_k": 356, "top_p": 0.97, "temperature": 4.0},
     ],
     ids=str,
@@ -226,7 +226,7 @@ def test_what_is_cut_is_what_sorting_would_cut(kind):
         assert set(surely) <= set(np.flatnonzero(kept[row])) <= set(perhaps)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kind, isa):
     """Against float64, row by row: how many are kept, what they weigh, and the token whose stretch holds the point."""
@@ -426,7 +426,7 @@ def by_hand(row: np.ndarray, allowed: list[int] | None) -> np.ndarray:
 MASKS = [None, [3], [0, 999], [31, 32, 33, 63, 64], list(range(500, 1000)), None, list(range(0, 1000, 7))]
 
 
-@pytest.mark.parametrize("vocab", [33, 96, 97, 1000])
+@pytest.mark.parametrize("vocab", [slow(33), slow(96), 97, slow(1000)])
 @pytest.mark.parametrize(
     "params",
     [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"logit_bias": {7: 50.0, 8: 50.0}}],

@@ -12,7 +12,10 @@ import pytest
 from tests.server.browser import browsing, find_browser
 from tests.server.process import SMALL, serving
 
-pytestmark = pytest.mark.skipif(find_browser() is None, reason="no chromium on PATH; .ci/browser installs one")
+pytestmark = [
+    pytest.mark.own_server,
+    pytest.mark.skipif(find_browser() is None, reason="no chromium on PATH; .ci/browser installs one"),
+]
 
 KEY = "a-key-of-an-admin"
 HOSTILE = "<img src=x onerror=document.title='owned'>"

@@ -20,6 +20,8 @@ from quire.server.proto import quire_pb2 as pb
 from quire.server.proto import quire_pb2_grpc
 from tests.server.process import SMALL, serving
 
+pytestmark = pytest.mark.own_server
+
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = "key-of-one-tenant", "key-of-another"
 PROMPT = "The old harbour was quiet, and "
@@ -382,6 +384,7 @@ def test_logs_tell_no_prompt_and_no_key(client, rpc_server):
 # -- a server under load, and one that stops --------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_overload_unread_streams_and_draining(tiny_folder):
     flags = ("--grpc-port", "0", "--max-queued-requests", "1", "--write-timeout-s", "1", "--read-timeout-s", "1")
     with serving(tiny_folder, *SMALL, *flags) as server, Client(server.grpc, key=None) as client:

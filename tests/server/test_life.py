@@ -13,6 +13,8 @@ import pytest
 from quire import SamplingParams
 from tests.server.process import SMALL, serving
 
+pytestmark = pytest.mark.own_server
+
 LONG = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
@@ -35,6 +37,7 @@ def read_stream(server, prompt: str, max_tokens: int, started: threading.Event |
         return text
 
 
+@pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_folder, offline):
     with serving(tiny_folder, *SMALL) as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
         starts = [threading.Event() for _ in range(4)]
@@ -50,6 +53,7 @@ def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_folder, offline)
         assert leaving.result() == 0
 
 
+@pytest.mark.slow
 def test_a_drain_that_takes_too_long_is_cut(tiny_folder):
     with serving(tiny_folder, *SMALL, "--drain-timeout-s", "1", "--max-rounds", "1", "--debug") as server:
         start = threading.Event()
@@ -132,6 +136,7 @@ def test_a_step_that_fails_on_the_device_is_computed_again(faulty, offline):
     server.wait_idle(5)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_makes_health_false_within_ten_seconds_and_life_stays(faulty):
     """Last of its module: nothing wakes this server again."""
     server, file = faulty

@@ -282,7 +282,7 @@ def test_a_json_schema_shapes_the_answer(client, stream):
         ({"grammar": 'start: "<" /[a-z]+/ ">"'}, lambda text: text[0] == "<" and text[-1] == ">"),
         ({"json": {"type": "boolean"}}, lambda text: json.loads(text) in (True, False)),
     ],
-    ids=str,
+    ids=["regex", "choice", "grammar", "json"],
 )
 def test_structured_outputs_hold_for_every_sample_and_prompt(client, form, good):
     answer = client.completions.create(

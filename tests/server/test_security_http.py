@@ -33,6 +33,8 @@ from tests.server.attack import (
 )
 from tests.server.process import PYTHON, SMALL, serving
 
+pytestmark = pytest.mark.own_server
+
 READ_TIMEOUT_S = 2
 WRITE_TIMEOUT_S = 2
 MAX_CONNECTIONS = 200

@@ -18,6 +18,8 @@ from tests.server.attack import bystander, connect, exchange, head, post
 from tests.server.process import PYTHON, SMALL, serving
 from tests.server.tiny_folder import TEMPLATE, write_tiny_folder
 
+pytestmark = pytest.mark.own_server
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
 HOSTILE_TEMPLATE = (

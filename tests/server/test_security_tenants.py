@@ -12,6 +12,8 @@ import pytest
 from tests.server.attack import KEY, OTHER_KEY
 from tests.server.process import SMALL, serving
 
+pytestmark = pytest.mark.own_server
+
 NUM_PAIRS = 1000
 NUM_CONTROL_PAIRS = 200
 PROMPT_LEN = 256

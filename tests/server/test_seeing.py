@@ -23,6 +23,8 @@ from quire.testing import fake_engine
 from tests.server.process import SMALL, serving
 from tests.test_sight import engine_with_everything
 
+pytestmark = pytest.mark.own_server
+
 API_KEY, ADMIN_KEY = "a-key-of-a-client", "a-key-of-an-admin"
 SECRET = "the harbour master's secret"
 ADMIN_ROUTES = {

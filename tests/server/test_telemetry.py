@@ -13,6 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from tests.server.process import SMALL, serving
 
+pytestmark = pytest.mark.own_server
+
 SECRET = "the lighthouse keeper's secret"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -118,6 +120,7 @@ def test_nothing_of_what_was_said_leaves(received):
     assert "lighthouse" not in received[1]
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_not_there_disturbs_nobody(tiny_folder):
     with serving(tiny_folder, *SMALL, "--otlp-endpoint", "http://127.0.0.1:9") as server:
         assert server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 3})[0] == 200
