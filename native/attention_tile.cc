@@ -250,7 +250,8 @@ TARGET void finish(Scratch& s) {
   if (fits(s)) _tile_release();
 }
 
-// c[0..15, 0..15] and its neighbours right and below = (or +=) a b, over `depth` tiles. Strides in bytes.
+// c[0..15, 0..15] and its neighbours right and below = (or +=) a b, over `depth` tiles. Strides in bytes. Six tiles are
+// used, not eight: see linear.cc.
 struct Product {
   const char* a;         // rows of A; the second tile is 16 rows below
   int64_t a_stride;
@@ -279,17 +280,20 @@ TARGET void multiply(const Product& p) {
     _tile_zero(3);
   }
   for (int64_t i = 0; i < p.depth; ++i) {
-    _tile_loadd(4, p.a + i * 64, p.a_stride);
-    _tile_loadd(6, p.b[0] + i * p.b_depth, p.b_stride);
-    _tile_dpbf16ps(0, 4, 6);
-    if (right) {
-      _tile_loadd(7, p.b[1] + i * p.b_depth, p.b_stride);
-      _tile_dpbf16ps(1, 4, 7);
-    }
+    _tile_loadd(4, p.b[0] + i * p.b_depth, p.b_stride);
+    _tile_loadd(5, p.a + i * 64, p.a_stride);
+    _tile_dpbf16ps(0, 5, 4);
     if (p.lower) {
       _tile_loadd(5, p.a + a_below + i * 64, p.a_stride);
-      _tile_dpbf16ps(2, 5, 6);
-      if (right) _tile_dpbf16ps(3, 5, 7);
+      _tile_dpbf16ps(2, 5, 4);
+    }
+    if (right) {
+      _tile_loadd(4, p.b[1] + i * p.b_depth, p.b_stride);
+      if (p.lower) {
+        _tile_dpbf16ps(3, 5, 4);
+        _tile_loadd(5, p.a + i * 64, p.a_stride);
+      }
+      _tile_dpbf16ps(1, 5, 4);
     }
   }
   _tile_stored(0, p.c[0], p.c_stride);
