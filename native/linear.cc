@@ -289,7 +289,7 @@ struct TileConfig {
 //
 // As few tiles as that takes, even if one is loaded twice: it seems that what is renamed to is what no tile in use takes,
 // and that there is half of it while the core's other thread runs, whoever's that is. Then two rows of tiles by two panels
-// reach 480 GFLOP/s with eight tiles, 650 with seven, 700 with six; undisturbed 1,700, 1,700 and 1,640.
+// reach 480 GFLOP/s with eight tiles, 650 with seven, 700 with six; undisturbed 1,700, 1,700 and 1,640 (bench/tiles.cc).
 QUIRE_AMX void configure_tiles(int64_t rows) {
   TileConfig config;
   for (int i = 0; i < 6; ++i) {
