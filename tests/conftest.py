@@ -6,20 +6,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # JAX writes its cache of programs without a lock: another worker could read half of one.
+    os.environ["XDG_CACHE_HOME"] = str(ROOT / ".cache" / f"tests-{worker}")
+
 import jax  # noqa: E402
+
+from tests import thorough  # noqa: E402, F401 - a profile of Hypothesis
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-settings.register_profile("thorough")
 
 
 @pytest.fixture(scope="session")
@@ -29,6 +31,14 @@ def smollm2_gguf() -> Path:
         ["bash", str(ROOT / ".ci" / "model")], check=True, capture_output=True, text=True, cwd=ROOT
     ).stdout.split()
     return Path(lines[-1])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the server wait for processes, and some measure: they have the machine for themselves."""
+    for item in items:
+        if item.path.is_relative_to(ROOT / "tests" / "server"):
+            item.add_marker("alone")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

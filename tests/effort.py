@@ -4,9 +4,9 @@ import pytest
 from hypothesis import settings
 
 from quire.device import native
+from tests.thorough import THOROUGH
 
 ISAS = native.instruction_sets()
-THOROUGH = "thorough"
 
 
 def examples(count: int) -> settings:

@@ -490,6 +490,7 @@ def test_end_tokens_of_a_model_file_are_checked(eos):
         tiny_config(eos_ids=eos)
 
 
+@pytest.mark.alone
 def test_reset_costs_the_same_for_any_pool():
     def measure(num_pages):
         with tiny_llm(num_pages=num_pages, max_model_len=64) as other:

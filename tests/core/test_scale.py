@@ -8,7 +8,7 @@ import pytest
 
 from tests.core.fake import Arrivals, result, scheduler
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
 
 def busy(num_running: int, num_waiting: int):

@@ -17,6 +17,7 @@ ROWS, PAGE, LONGEST = 64, 16, 2048
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", ["xla", "native"])
 def test_64_rows_at_context_128_cost_a_fraction_of_2048(name):
     if name == "native" and native.why_not():

@@ -19,13 +19,14 @@ MODEL = ModelConfig(
     head_dim=8,
     max_len=64,
 )
+MESH = make_mesh()
 PAGE_BYTES = 16 * 2 * 2 * 8 * 4
 """16 tokens, K and V, two layers, one head of eight, float32."""
 
 
 def pages(budget: int, **knobs) -> int:
     config = engine_config(dtype="float32", page_size=16, memory_budget=budget, max_num_batched_tokens=4096, **knobs)
-    return pool_pages(config, MODEL, MODEL.max_len, make_mesh())
+    return pool_pages(config, MODEL, MODEL.max_len, MESH)
 
 
 @given(st.integers(PAGE_BYTES, 5000 * PAGE_BYTES))

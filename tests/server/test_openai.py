@@ -1,6 +1,7 @@
 """The real `openai` client against a real server: what it reads is what `LLM` says offline."""
 
 import asyncio
+import http.client
 import json
 
 import openai
@@ -345,3 +346,31 @@ def test_a_conversation_with_a_tools_answer_goes_on(client):
         model="tiny", messages=messages, tools=[WEATHER], max_tokens=8, temperature=0, tool_choice="none"
     )
     assert answer.choices[0].message.tool_calls is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status"),
+    [
+        ("GET", "/v1/models", None, 200),
+        ("GET", "/metrics", None, 200),
+        ("GET", "/nowhere", None, 404),
+        ("POST", "/v1/completions", b"{", 400),
+        ("POST", "/tokenize", b"x" * (9 << 20), 413),
+        ("POST", "/v1/completions", b'{"model": "tiny", "prompt": "a", "max_tokens": 2, "stream": true}', 200),
+    ],
+    ids=["answer", "metrics", "no route", "error", "refused", "stream"],
+)
+def test_no_answer_is_stored_or_guessed_at(server, method, path, body, status):
+    """By a cache on the way, or by a browser that would take it for a page."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection.putrequest(method, path)
+    connection.putheader("content-type", "application/json")
+    connection.putheader("content-length", str(len(body or b"")))
+    connection.endheaders()
+    if body and status != 413:
+        connection.send(body)
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers.get_all("cache-control") in (["no-store"], ["no-cache"])
+    connection.close()

@@ -125,7 +125,7 @@ def test_ten_times_more_than_fits(tiny_folder):
             f"promised {statistics.median(promised):.1f} s, waited {statistics.median(waited):.1f} s, "
             f"memory {memory[10] >> 20} -> {memory[-1] >> 20} MiB"
         )
-        assert len(refused) > 5 * len(taken)
+        assert len(refused) > 5 * (len(taken) - rows - queue), "the rows and the queue were empty at first"
         assert ratio < 1.5
         assert wait_95 < 0.25
         assert 0.5 < statistics.median(promised) / statistics.median(waited) < 2

@@ -19,8 +19,6 @@ from quire.server.guard import Guard
 from quire.server.keys import Keys
 from quire.server.stream import StreamError
 
-HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
-
 
 def guarded(routes: Sequence[Route], keys: Keys, config: ServerConfig, *, public: frozenset[str]) -> Guard:
     """The application of one port; `public` are the paths that need no key."""
@@ -37,7 +35,7 @@ def guarded(routes: Sequence[Route], keys: Keys, config: ServerConfig, *, public
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """An answer; bytes are JSON already."""
     body = content if isinstance(content, bytes) else msgspec.json.encode(content)
-    return Response(body, status, HEADERS | (headers or {}), media_type="application/json")
+    return Response(body, status, headers, media_type="application/json")
 
 
 async def _error(request: HttpRequest, error: Exception) -> Response:

@@ -26,7 +26,7 @@ from quire import __version__
 from quire.core.errors import AuditError
 from quire.core.page_map import PoolSight, SequenceSight, look
 from quire.engine import Engine
-from quire.server.application import HEADERS, guarded, json_response
+from quire.server.application import guarded, json_response
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.guard import Guard
@@ -90,7 +90,7 @@ class Admin:
             "Cross-Origin-Opener-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
         }
-        return Response(html, media_type="text/html", headers=HEADERS | headers)
+        return Response(html, media_type="text/html", headers=headers)
 
     async def pages(self, request: HttpRequest) -> Response:
         """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""

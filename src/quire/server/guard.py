@@ -24,6 +24,9 @@ ONCE = frozenset(
 )
 """Headers that mean something here; of one that is there twice, another reader might take the other."""
 
+ALWAYS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+"""What every answer says, unless it says otherwise."""
+
 _log = logging.getLogger("quire.access")
 
 
@@ -50,6 +53,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                named = {name.lower() for name, _ in message["headers"]}
+                message["headers"] = [*message["headers"], *(one for one in ALWAYS if one[0] not in named)]
             await send(message)
 
         try:

@@ -105,7 +105,7 @@ class Metrics:
         self._total.observe(times.finished - times.arrived)
         if times.first_token:
             self._decode.observe(times.last_token - times.first_token)
-        for reason in stream.finish_reasons:
+        for reason in stream.finish_reasons.values():
             self._ends.labels(reason).inc()
         if failure:
             self._ends.labels(failure).inc(stream.request.params.n - len(stream.finish_reasons))

@@ -59,17 +59,16 @@ async def serve(
     rpc = _grpc_server(config, keys)
     model_name = config.served_model_name or model_name
     metrics, trace_log = Metrics(), TraceLog()
-    observers: list[Observer] = [metrics, trace_log] if admin_listener else [metrics]
+    telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
+    observers: list[Observer | None] = [metrics, trace_log if admin_listener else None, telemetry]
     stopped = _stop_signal()
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
-        if config.otlp_endpoint:
-            telemetry = Telemetry(config.otlp_endpoint, model_name)
-            observers.append(telemetry)
-            running.push_async_callback(asyncio.to_thread, telemetry.close)
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        bridge = Bridge(open_llm, admission, *observers)
+        bridge = Bridge(open_llm, admission, *filter(None, observers))
         on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
         await _load(bridge, stopped)
+        if telemetry:
+            running.push_async_callback(asyncio.to_thread, telemetry.close)
         running.push_async_callback(bridge.stop)
         service = Service(bridge, model_name, int(time.time()), config.max_priority)
         running.callback(service.close)

@@ -66,8 +66,8 @@ class Stream:
         """What the client calls the trace that this is a part of."""
         self.token_times: dict[int, float] = {}
         """When the last tokens of each sequence came."""
-        self.finish_reasons: list[str] = []
-        """Of the sequences whose end has been received."""
+        self.finish_reasons: dict[int, str] = {}
+        """Of the sequences whose end has been received, by index."""
         self._cancel = cancel
         self._pending: dict[int, Update] = {}
         self._news = asyncio.Event()
@@ -100,7 +100,7 @@ class Stream:
         self._pending.setdefault(update.index, Update(update.index)).add(update)
         self.num_output_tokens += len(update.token_ids)
         if update.finish_reason:
-            self.finish_reasons.append(update.finish_reason)
+            self.finish_reasons[update.index] = update.finish_reason
         self._news.set()
 
     def fail(self, error: StreamError) -> None:

@@ -92,7 +92,9 @@ class Telemetry:
             span.set_attribute("error.type", failure)
             span.set_status(self._status(self._failed))
         else:
-            span.set_attribute("gen_ai.response.finish_reasons", [str(one.finish_reason) for one in stream.sequences])
+            span.set_attribute(
+                "gen_ai.response.finish_reasons", [reason for _, reason in sorted(stream.finish_reasons.items())]
+            )
         span.end(_unix_ns(times.finished))
 
     def _measure(self, stream: Stream, failure: str | None) -> None:
