@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 30
 LISTEN_BACKLOG = 512
-SPARE_FILES = LISTEN_BACKLOG + 256
-"""Beside those of connections: connections that are accepted to be refused, model files, libraries."""
+SPARE_FILES = 4 * LISTEN_BACKLOG + 256
+"""Beside those of connections: connections that are accepted to be refused, model files, libraries. asyncio accepts a
+whole backlog in one turn of its loop, and a connection that is refused has its file for four."""
 SWITCH_S = 0.001
 """The engine's thread gives way to the event loop after so long: an answer crosses from one to the other many times."""
 
