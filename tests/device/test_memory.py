@@ -4,24 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.config import ModelConfig, engine_config
+from quire.config import engine_config
 from quire.device.memory import host_pages, pool_pages
 from quire.device.mesh import make_mesh
+from tests.tiny import tiny_config
 
-MODEL = ModelConfig(
-    architecture="llama",
-    vocab_size=32,
-    num_layers=2,
-    hidden_size=16,
-    intermediate_size=32,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    max_len=64,
-)
+MODEL = tiny_config(max_len=64)
 MESH = make_mesh()
-PAGE_BYTES = 16 * 2 * 2 * 8 * 4
-"""16 tokens, K and V, two layers, one head of eight, float32."""
+PAGE_BYTES = 16 * 2 * 2 * 2 * 8 * 4
+"""16 tokens, K and V, two layers, two heads of eight, float32."""
 
 
 def pages(budget: int, **knobs) -> int:
