@@ -13,14 +13,15 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 
-from quire import LLM, bench
+from quire import LLM
+from quire.bench import measure
+from quire.bench.bare_loop import BareLoop
+from quire.checkpoint.load import load_model
 from quire.device import kv_cache
-from quire.device.bare import BareLoop
-from quire.device.linear import Kind, prepare
+from quire.device.linear import MatmulKind, prepare
 from quire.device.mesh import make_mesh
 from quire.device.models import get_architecture
-from quire.device.models.layers import Parts
-from quire.loader import load_model
+from quire.device.models.layers import ModelStatics
 
 PROMPT_LEN, NEW_TOKENS = 64, 128
 
@@ -57,16 +58,16 @@ def dense_runner(model: str, length: int) -> SimpleNamespace:
     """What a bare loop needs of a runner."""
     mesh = make_mesh()
     loaded = load_model(model, mesh=mesh, dtype="bfloat16")
-    parts = Parts(config=loaded.config, backend=DenseBackend(), mesh=mesh)
+    statics = ModelStatics(config=loaded.config, backend=DenseBackend(), mesh=mesh)
 
     def create_cache(num_pages: int) -> kv_cache.KVCache:
         dtype = jnp.dtype(jnp.bfloat16)
         shape = {"num_pages": num_pages, "page_size": length, "dtype": dtype, "mesh": mesh}
-        return kv_cache.create(parts.backend, loaded.config, **shape)
+        return kv_cache.create(statics.backend, loaded.config, **shape)
 
     return SimpleNamespace(
-        params=prepare(loaded.params, Kind(native=False, int8=False)),
-        parts=parts,
+        params=prepare(loaded.params, MatmulKind(native=False, int8=False)),
+        statics=statics,
         layer=get_architecture(loaded.config.architecture).layer,
         page_size=length,
         create_cache=create_cache,
@@ -87,8 +88,8 @@ def main() -> None:
                 "bare": BareLoop(llm.engine.runner, rows=rows, **shape),
                 "dense": BareLoop(dense, rows=rows, **shape),  # type: ignore
             }
-            sides = {name: bench.loop_side(loop) for name, loop in loops.items()}
-            times = bench.take_turns(sides, llm, rows, PROMPT_LEN, args.repeats).values()
+            sides = {name: measure.loop_side(loop) for name, loop in loops.items()}
+            times = measure.take_turns(sides, llm, rows, PROMPT_LEN, args.repeats).values()
             ratios = [dense_s / bare_s for bare_s, dense_s in zip(*times, strict=True)]
             speeds = [rows * NEW_TOKENS / statistics.median(own) for own in times]
             spread = f"{min(ratios):.2f}..{max(ratios):.2f}"

@@ -17,7 +17,7 @@ import numpy as np
 
 from quire import LLM, SamplingParams
 from quire.core.page_tables import PageTables
-from quire.request import Request
+from quire.core.request import Request
 
 VOCAB_LOW, VOCAB_HIGH = 100, 40_000
 KNOBS = {"quiet": True, "max_model_len": 2048}
@@ -111,7 +111,7 @@ def cost(model: str, repeats: int) -> None:
                 took = seconds(lambda llm=llm, prompts=prompts: llm.generate(prompts, params, progress=False))
                 if i:
                     times.append(took)
-        spent = time_in(PageTables.publish, PageTables.find, PageTables.evict)
+        spent = time_in(PageTables.publish, PageTables.find_prefix, PageTables.evict)
         share = [
             spent(lambda: on.generate([prompt(rng, 64) for _ in range(64)], params, progress=False)) for _ in range(3)
         ]

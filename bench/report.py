@@ -18,7 +18,8 @@ from pathlib import Path
 
 import matplotlib
 
-from quire import LLM, SamplingParams, bench
+from quire import LLM, SamplingParams
+from quire.bench import measure
 from quire.device import native
 
 matplotlib.use("svg")
@@ -38,7 +39,7 @@ def greedy(new_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
 
 
-def measure(args: argparse.Namespace) -> dict:
+def measure_everybody(args: argparse.Namespace) -> dict:
     """Speeds of everybody in one run."""
     knobs = {"max_num_seqs": max(ROWS), "max_model_len": max(CONTEXTS) + NEW_TOKENS, "num_pages": 2048, "quiet": True}
     results: dict = {"throughput": {}, "latency": {}}
@@ -47,20 +48,20 @@ def measure(args: argparse.Namespace) -> dict:
     peers = {}
     for name in filter(None, args.peers.split(",")):
         options = " --quantize q8_0" if name == "llama_cpp" else ""
-        peers[name] = bench.Peer(f"{ROOT}/bench/peers/run {name} {args.model}{options}")
+        peers[name] = measure.Peer(f"{ROOT}/bench/peers/run {name} {args.model}{options}")
         ready[name] = peers[name].seconds_to_ready
 
-    def speeds(sides: dict[str, bench.Side], rows: int, prompt_len: int, num_tokens: int) -> Speeds:
-        seconds = bench.take_turns(sides, ours, rows, prompt_len, args.repeats)
+    def speeds(sides: dict[str, measure.Side], rows: int, prompt_len: int, num_tokens: int) -> Speeds:
+        seconds = measure.take_turns(sides, ours, rows, prompt_len, args.repeats)
         found = {name: [num_tokens / took for took in own] for name, own in seconds.items()}
         print(rows, ", ".join(f"{name} {statistics.median(own):.0f}" for name, own in found.items()), flush=True)
         return found
 
-    def everybody(rows: int, prompt_len: int, new_tokens: int) -> dict[str, bench.Side]:
+    def everybody(rows: int, prompt_len: int, new_tokens: int) -> dict[str, measure.Side]:
         return {
-            "quire": bench.our_side(ours, greedy(new_tokens)),
-            "quire int8": bench.our_side(int8, greedy(new_tokens)),
-            "bare": bench.bare_side(ours, rows, prompt_len, new_tokens),
+            "quire": measure.our_side(ours, greedy(new_tokens)),
+            "quire int8": measure.our_side(int8, greedy(new_tokens)),
+            "bare": measure.bare_side(ours, rows, prompt_len, new_tokens),
         } | {name: lambda prompts, peer=peer: peer.generate(prompts, new_tokens) for name, peer in peers.items()}
 
     for rows in ROWS:
@@ -71,12 +72,12 @@ def measure(args: argparse.Namespace) -> dict:
     for peer in peers.values():
         peer.close()
     nucleus = SamplingParams(temperature=1, top_p=0.95, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0)
-    sides = {"greedy": bench.our_side(ours, greedy(NEW_TOKENS)), "top_p": bench.our_side(ours, nucleus)}
+    sides = {"greedy": measure.our_side(ours, greedy(NEW_TOKENS)), "top_p": measure.our_side(ours, nucleus)}
     results["sampled"] = speeds(sides, max(ROWS), PROMPT_LEN, max(ROWS) * NEW_TOKENS)
     for name, llm in (("quire", ours), ("quire int8", int8)):
-        for line in bench.latency(llm, contexts=CONTEXTS, new_tokens=64, repeats=args.repeats):
+        for line in measure.latency(llm, contexts=CONTEXTS, new_tokens=64, repeats=args.repeats):
             results["latency"].setdefault(name, {})[line["context"]] = line["inter_token_s"]
-    results["host"] = list(bench.host(ours, rows=ROWS, prompt_len=PROMPT_LEN, new_tokens=NEW_TOKENS, repeats=1))
+    results["host"] = list(measure.host(ours, rows=ROWS, prompt_len=PROMPT_LEN, new_tokens=NEW_TOKENS, repeats=1))
     return results
 
 
@@ -164,7 +165,7 @@ def main() -> None:
     parser.add_argument("--peers", default="vllm,llama_cpp,huggingface")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    results = measure(args)
+    results = measure_everybody(args)
     (ROOT / "build").mkdir(exist_ok=True)
     (ROOT / "build" / "report.json").write_text(json.dumps(results, indent=1))
     write_page(results, args)

@@ -3,7 +3,7 @@
     python bench/serving.py MODEL [--rows 64] [--repeats 3]
 
 Starts `quire serve MODEL` and, in this process, an LLM with the same knobs; they take turns on the same prompts. The
-client is `quire.load`; its CPU time is told, since it takes from the server's two cores.
+client is `quire.bench.http_client`; its CPU time is told, since it takes from the server's two cores.
 """
 
 import argparse
@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 
-from quire import LLM, SamplingParams, bench, load
+from quire import LLM, SamplingParams
+from quire.bench import http_client, measure
 
 PROMPT_LEN, NEW_TOKENS = 64, 128
 
@@ -32,7 +33,7 @@ def main() -> None:
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
         url = wait_ready(server)
-        name = asyncio.run(load.get(url, "/models"))["data"][0]["id"]
+        name = asyncio.run(http_client.get(url, "/models"))["data"][0]["id"]
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         client_s: list[float] = []
 
@@ -42,7 +43,7 @@ def main() -> None:
                 for prompt in prompts
             ]
             start, cpu = time.perf_counter(), time.process_time()
-            replies = asyncio.run(load.at_once(url, bodies, len(bodies)))
+            replies = asyncio.run(http_client.at_once(url, bodies, len(bodies)))
             took = time.perf_counter() - start
             client_s.append(time.process_time() - cpu)
             if not all(reply.is_complete and reply.num_tokens == NEW_TOKENS for reply in replies):
@@ -50,8 +51,8 @@ def main() -> None:
             return took
 
         with LLM(args.model, quiet=True, **knobs) as llm:
-            sides = {"offline": bench.our_side(llm, params), "served": served}
-            seconds = bench.take_turns(sides, llm, args.rows, PROMPT_LEN, args.repeats)
+            sides = {"offline": measure.our_side(llm, params), "served": served}
+            seconds = measure.take_turns(sides, llm, args.rows, PROMPT_LEN, args.repeats)
         tokens = args.rows * NEW_TOKENS
         for side, values in seconds.items():
             print(f"{side}: {tokens / statistics.median(values):,.0f} tokens/s ({[round(tokens / s) for s in values]})")

@@ -9,7 +9,10 @@ from collections import Counter
 
 import numpy as np
 
-from quire.request import FinishReason, Request, SamplingParams, Sequence, SequenceState
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Sequence, SequenceState
+from quire.core.stopping import FinishReason
 from quire.testing import FakeRunner, InjectedError, fake_engine, hash_step, next_token
 
 VOCAB = 11
@@ -266,7 +269,7 @@ class History:
         self.engine.reset()
         self.forget_finished()
 
-    def look(self) -> None:
+    def snapshot(self) -> None:
         """Stats and the map agree with each other."""
         stats, pages = self.engine.stats(), self.engine.page_map()
         held = sum(bool(page.owners) for page in pages if page.tier == "device")

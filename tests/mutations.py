@@ -3,12 +3,12 @@
 A mutation is a function that patches classes through pytest's monkeypatch; its name says what goes wrong.
 """
 
-from quire.core.page_tables import Beginning, PageTables
+from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.pages import PageAllocator
 from quire.core.planner import Planner
 from quire.core.prefix_cache import PrefixCache
 from quire.core.scheduler import Scheduler
-from quire.request import SequenceState
+from quire.core.sequence import SequenceState
 from tests.histories import ToyGrammar
 
 MUTATIONS = {}
@@ -35,7 +35,7 @@ def share_a_partial_page(patch):
         found = find(self, sequence, unwritten)
         if found.copy_from is None:
             return found
-        return Beginning([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
+        return ReusedPrefix([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
 
     patch.setattr(PageTables, "find", find_whole)
 
@@ -53,8 +53,8 @@ def publish_a_hash_early(patch):
 
     original_admit = Scheduler._admit_head
 
-    def add_and_publish(self, sequence, num_tokens, unborn=()):
-        add(self, sequence, num_tokens, unborn)
+    def add_and_publish(self, sequence, num_tokens, waiting_for_prompt=()):
+        add(self, sequence, num_tokens, waiting_for_prompt)
         if tables and sequence.num_computed == 0:
             sequence.kv_weights, sequence.num_computed = tables.weights, num_tokens
             tables.publish(sequence)
@@ -91,12 +91,12 @@ def reuse_a_swapped_page(patch):
 
 @mutation
 def forget_a_child(patch):
-    """The last of the unborn never gets into the queue."""
+    """The last of those that wait for the prompt never gets into the queue."""
     commit_prompt = Scheduler._commit_prompt
 
     def commit_all_but_one(self, sequence):
-        if len(self.unborn.get(sequence.request.id, ())) > 1:
-            self.unborn[sequence.request.id].pop()
+        if len(self.waiting_for_prompt.get(sequence.request.id, ())) > 1:
+            self.waiting_for_prompt[sequence.request.id].pop()
         return commit_prompt(self, sequence)
 
     patch.setattr(Scheduler, "_commit_prompt", commit_all_but_one)
@@ -212,8 +212,8 @@ def drop_the_last_score(patch):
     """The log-probability of the last prompt token is never asked for."""
     add = Planner.add
 
-    def add_less(self, sequence, num_tokens, unborn=()):
-        add(self, sequence, num_tokens, unborn)
+    def add_less(self, sequence, num_tokens, waiting_for_prompt=()):
+        add(self, sequence, num_tokens, waiting_for_prompt)
         last = sequence.prompt_len - 1
         self.plan.samples = [s for s in self.plan.samples if s.target is None or s.position != last or last < 3]
 
@@ -240,7 +240,7 @@ def go_on_while_stops_are_forbidden(patch):
         for i, row in enumerate(plan.rows):
             if row.sequence.num_output < row.sequence.params.min_tokens:
                 left = row.sequence.max_tokens - row.sequence.num_output
-                end = self.tables.reach(row.sequence, row.first + min(left, self.max_rounds))
+                end = self.tables.reachable_end(row.sequence, row.first + min(left, self.max_rounds))
                 self.tables.grow(row.sequence, end)
                 plan.rows[i] = row._replace(max_rounds=end - row.first)
 

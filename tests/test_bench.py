@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire import SamplingParams, bench
-from quire.device.bare import BareLoop
+from quire import SamplingParams
+from quire.bench import measure
+from quire.bench.bare_loop import BareLoop
 from tests.tiny import tiny_config, tiny_llm
 
 PEER = """
@@ -39,7 +40,7 @@ def test_bare_generates_what_the_engine_generates(llm):
 
 
 def test_throughput_gives_both_speeds_and_their_ratio(llm):
-    results = list(bench.throughput(llm, rows=[2, 4], prompt_len=8, new_tokens=4, repeats=2, against="bare"))
+    results = list(measure.throughput(llm, rows=[2, 4], prompt_len=8, new_tokens=4, repeats=2, against="bare"))
     assert [result["rows"] for result in results] == [2, 4]
     for result in results:
         assert result["ratio"] == pytest.approx(result["tokens_per_s"] / result["against_tokens_per_s"])
@@ -49,42 +50,42 @@ def test_throughput_gives_both_speeds_and_their_ratio(llm):
 def test_a_peer_is_timed_by_its_own_clock(llm, tmp_path):
     (tmp_path / "peer.py").write_text(PEER)
     command = f"{sys.executable} {tmp_path / 'peer.py'}"
-    (result,) = bench.throughput(llm, rows=[2], prompt_len=8, new_tokens=4, repeats=1, against=command)
+    (result,) = measure.throughput(llm, rows=[2], prompt_len=8, new_tokens=4, repeats=1, against=command)
     assert result["against_tokens_per_s"] == 2 * 4 / 0.5
-    with bench.Peer(command) as peer:
+    with measure.Peer(command) as peer:
         assert peer.seconds_to_ready == 1.5
 
 
 def test_a_peer_that_dies_is_an_error(llm):
     with pytest.raises(ValueError, match="ended with exit code 3"):
-        list(bench.prefill(llm, rows=[2], prompt_len=8, repeats=1, against=f"{sys.executable} -c 'exit(3)'"))
+        list(measure.prefill(llm, rows=[2], prompt_len=8, repeats=1, against=f"{sys.executable} -c 'exit(3)'"))
 
 
 def test_serve_plays_the_trace(llm, tmp_path):
     rows = "".join(f"{at},{prompt},{new}\n" for at, prompt, new in [(0, 100, 40), (1, 50, 10), (4, 4000, 20)])
     trace = tmp_path / "trace.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + rows)
-    (result,) = bench.serve(llm, trace=trace, requests=3, scale=0.1, rate=30.0)
+    (result,) = measure.serve(llm, trace=trace, requests=3, scale=0.1, rate=30.0)
     assert result["seconds"] >= 0.1, "three requests at thirty a second"
     assert result["tokens_per_s"] * result["seconds"] == pytest.approx(4 + 1 + 2)
     assert result["prompt_tokens_per_s"] * result["seconds"] == pytest.approx(10 + 5 + 254), (
         "cut to what the model holds"
     )
     with pytest.raises(ValueError, match="has 3"):
-        list(bench.serve(llm, trace=trace, requests=4, scale=0.1, rate=30.0))
+        list(measure.serve(llm, trace=trace, requests=4, scale=0.1, rate=30.0))
 
 
 @pytest.mark.parametrize("kind", ["latency", "fork", "prefix", "prefill", "host"])
 def test_the_other_kinds_measure_something(llm, kind):
     given = {"repeats": 1, "rows": [2], "prompt_len": 12, "new_tokens": 4}
     if kind == "latency":
-        results = bench.latency(llm, contexts=[8, 16], new_tokens=4, repeats=1)
+        results = measure.latency(llm, contexts=[8, 16], new_tokens=4, repeats=1)
     elif kind == "prefix":
-        results = bench.prefix(llm, prompt_len=12, repeats=1)
+        results = measure.prefix(llm, prompt_len=12, repeats=1)
     elif kind == "prefill":
-        results = bench.prefill(llm, rows=[2], prompt_len=12, repeats=1, against="bare")
+        results = measure.prefill(llm, rows=[2], prompt_len=12, repeats=1, against="bare")
     else:
-        results = getattr(bench, kind)(llm, **given)
+        results = getattr(measure, kind)(llm, **given)
     for result in results:
         assert result["kind"] == kind
         assert all(value > 0 for value in result.values() if isinstance(value, float))

@@ -6,8 +6,8 @@ from datetime import datetime
 
 import pytest
 
-from quire import chat_template
-from quire.chat_template import ChatTemplate, ChatTemplateError, default_template
+from quire.text import chat_template
+from quire.text.chat_template import ChatTemplate, ChatTemplateError, default_template
 
 USER = [{"role": "user", "content": "Hi"}]
 

@@ -8,9 +8,10 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import RequestError
+from quire.core.request import Request
 from quire.core.scheduler import WATCHED_ROUNDS
-from quire.request import Request, SequenceState
-from quire.structured import Structured
+from quire.core.sequence import SequenceState
+from quire.structured.form import Structured
 from quire.testing import fake_engine
 from tests.histories import ToyGrammar
 from tests.tiny import VOCAB, tiny_config, tiny_llm

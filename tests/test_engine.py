@@ -11,9 +11,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.core.errors import AuditError, RequestError
+from quire.core.request import Request
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
-from quire.request import Request
 from tests.tiny import VOCAB, tiny_config, tiny_llm, tiny_params
 
 RNG = np.random.default_rng(0)
@@ -510,8 +510,8 @@ def test_reset_costs_the_same_for_any_pool():
 
 
 def test_any_knobs_stay_within_16_programs():
-    from quire.batch import step_shapes
     from quire.config import EngineConfig
+    from quire.engine.packer import step_shapes
 
     powers = [1 << i for i in range(21)]
     for seqs in [n for n in (*powers, 3, 5, 48, 1000) if n <= 65_536]:

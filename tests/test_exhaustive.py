@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from quire.request import Request, SamplingParams, Sequence
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Sequence
 from tests.histories import History
 
 SECONDS = 120
@@ -88,7 +90,7 @@ def signature(history: History) -> tuple:
     return (
         *(tuple(map(one, history.alive)), history.num_requests, tuple(one(s) for s in scheduler.running)),
         tuple(sorted(map(one, scheduler.waiting))),
-        tuple((key, tuple(map(one, value))) for key, value in scheduler.unborn.items()),
+        tuple((key, tuple(map(one, value))) for key, value in scheduler.waiting_for_prompt.items()),
         *(tuple(tables.allocator._free), tuple(tables.allocator._refcounts), tables.weights),
         *(tuple(tables.host._free) if tables.host else (), tuple(cache._page_of.items()), tuple(cache._idle)),
         *(tuple(tables._operations.swap_outs), tuple(map(tuple, history.runner._pages)), frozenset(history.mixed)),

@@ -4,7 +4,9 @@ import pytest
 
 from quire import SamplingParams
 from quire.core.errors import RequestError
-from quire.request import FinishReason, Request, SequenceState
+from quire.core.request import Request
+from quire.core.sequence import SequenceState
+from quire.core.stopping import FinishReason
 from quire.testing import InjectedError, fake_engine
 from tests.tiny import tiny_config, tiny_llm
 

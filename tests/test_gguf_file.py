@@ -6,14 +6,14 @@ import jax
 import numpy as np
 import pytest
 
+from quire.checkpoint.gguf_file import _NAMES, MAX_ENTRIES, SUPPORTED, GgufFile, _StrictReader, gguf_name
 from quire.config import RopeScaling
 from quire.device.mesh import make_mesh
-from quire.device.models.gguf_file import _NAMES, MAX_ENTRIES, SUPPORTED, GgufFile, _StrictReader, gguf_name
 from quire.device.models.layers import rotary_frequencies
 from quire.device.models.weights import load_params, params_from_tensors
 from tests.tiny import tiny_config, tiny_tensors
 
-Kind = gguf.GGMLQuantizationType
+MatmulKind = gguf.GGMLQuantizationType
 
 
 def permute(values: np.ndarray, num_heads: int) -> np.ndarray:
@@ -22,7 +22,7 @@ def permute(values: np.ndarray, num_heads: int) -> np.ndarray:
     return values.reshape(num_heads, 2, head // 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
 
 
-def write(path, config, tensors, kind=Kind.F32, **metadata):
+def write(path, config, tensors, kind=MatmulKind.F32, **metadata):
     writer = gguf.GGUFWriter(path, config.architecture)
     writer.add_context_length(config.max_len)
     writer.add_embedding_length(config.hidden_size)
@@ -40,7 +40,7 @@ def write(path, config, tensors, kind=Kind.F32, **metadata):
             if ".q_proj." in name or ".k_proj." in name:
                 values = permute(values, config.num_heads if ".q_proj." in name else config.num_kv_heads)
             name = gguf_name(name)
-        if kind is Kind.F32 or values.ndim == 1:
+        if kind is MatmulKind.F32 or values.ndim == 1:
             writer.add_tensor(name, values)
         else:
             writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
@@ -69,7 +69,7 @@ def test_the_same_model_as_safetensors(tmp_path):
 def test_a_quantised_tensor_is_close_to_what_went_in(tmp_path, kind, error):
     config = tiny_config(hidden_size=64, intermediate_size=64, eos_ids=())
     tensors = tiny_tensors(config)
-    file = write(tmp_path / "model.gguf", config, tensors, Kind[kind])
+    file = write(tmp_path / "model.gguf", config, tensors, MatmulKind[kind])
     for name, values in tensors.items():
         if values.ndim == 2:
             assert np.abs(file(name) - values).max() < error * np.abs(values).max(), name
@@ -143,7 +143,7 @@ def test_k_quantisations_against_their_description(tmp_path, kind, size, read, h
     writer.add_feed_forward_length(8)
     writer.add_head_count(64)
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_tensor("token_embd.weight", data, raw_dtype=Kind[kind])
+    writer.add_tensor("token_embd.weight", data, raw_dtype=MatmulKind[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -199,7 +199,7 @@ def test_an_unsupported_quantisation_is_named(tmp_path):
     config = tiny_config(hidden_size=256, eos_ids=())
     file = write(tmp_path / "model.gguf", config, {"model.embed_tokens.weight": np.zeros((8, 256), np.float32)})
     tensor = file._tensors["token_embd.weight"]
-    file._tensors["token_embd.weight"] = tensor._replace(tensor_type=Kind.IQ2_XXS)
+    file._tensors["token_embd.weight"] = tensor._replace(tensor_type=MatmulKind.IQ2_XXS)
     with pytest.raises(ValueError, match=r"IQ2_XXS; supported are F32, F16, BF16, Q8_0"):
         file("model.embed_tokens.weight")
     assert {"F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K"} <= set(SUPPORTED)

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire import grammar as grammar_module
-from quire.grammar import GrammarCompiler, Vocabulary
-from quire.grammar_trial import MAX_BYTES
-from quire.structured import Structured
+from quire.structured import compiler as grammar_module
+from quire.structured.compiler import GrammarCompiler, Vocabulary
+from quire.structured.form import Structured
+from quire.structured.sandbox import MAX_BYTES
 from quire.testing import bits
 from tests.tiny import VOCAB
 from tests.words import EOS, PIECES, SPECIAL, tiny_tokenizer
@@ -314,7 +314,7 @@ HOSTILE = {
 
 TRY_ALL = """
 import json, random, resource, sys, time
-from quire.grammar_trial import MAX_BYTES, MAX_SECONDS
+from quire.structured.sandbox import MAX_BYTES, MAX_SECONDS
 from tests.test_grammar import HOSTILE, COMPILER, Structured, walk
 memory = lambda: int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 COMPILER.compile(Structured(regex="a"))

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from quire.checkpoint.gguf_file import GgufFile
+from quire.checkpoint.load import find_model, load_model
+from quire.checkpoint.safetensors_folder import SafetensorsFolder
 from quire.device.mesh import make_mesh
-from quire.device.models.gguf_file import GgufFile
-from quire.device.models.safetensors_file import SafetensorsFolder
-from quire.loader import find_model, load_model
 from tests.tiny import tiny_config, tiny_tensors
 
 SRC = Path(__file__).resolve().parents[1] / "src"

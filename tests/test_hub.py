@@ -71,7 +71,9 @@ def hub():
 def test_every_file_comes_from_the_pinned_commit_and_no_code_does(hub, tmp_path):
     endpoint, asked = hub
     model = f"org/name@{COMMIT}"
-    code = f"from quire.loader import find_model; print(*sorted(p.name for p in find_model({model!r}).iterdir()))"
+    code = (
+        f"from quire.checkpoint.load import find_model; print(*sorted(p.name for p in find_model({model!r}).iterdir()))"
+    )
     env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_TELEMETRY": "1"}
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert out.stdout.strip() == "config.json model.safetensors tokenizer.json", out.stderr[-2000:]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
-from quire.request import Request
+from quire.core.request import Request
 from tests.tiny import VOCAB, tiny_llm
 
 NUM_REQUESTS = 10_000

@@ -9,7 +9,7 @@ import pytest
 from quire import SamplingParams
 from quire.core.errors import DoubleFreeError
 from quire.core.pages import PageAllocator
-from quire.request import Request
+from quire.core.request import Request
 from tests.tiny import tiny_config, tiny_llm, tiny_params
 
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
+from quire.core.request import Request
 from quire.core.scheduler import WATCHED_ROUNDS
 from quire.device.inputs import INVALID
-from quire.request import Request
 from quire.testing import fake_engine
 from tests.tiny import VOCAB, tiny_config, tiny_llm
 

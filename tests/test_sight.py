@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from quire import AuditError, SamplingParams
-from quire.request import Request
+from quire.core.request import Request
 from quire.testing import fake_engine
 from tests.tiny import tiny_llm
 

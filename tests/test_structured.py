@@ -5,7 +5,7 @@ import json
 import pytest
 
 from quire import SamplingParams
-from quire.structured import MAX_LEN, Structured
+from quire.structured.form import MAX_LEN, Structured
 
 
 def nested(depth: int) -> dict:

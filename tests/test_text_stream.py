@@ -8,8 +8,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text_stream import TextStream
-from quire.tokenizer import Tokenizer
+from quire.text.detokenizer import TextStream
+from quire.text.tokenizer import Tokenizer
 
 BYTES = [bytes([byte]) for byte in range(256)]
 SPECIAL_ID = 256

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire import tokenizer as tokenizer_module
-from quire.text_stream import TextStream
-from quire.tokenizer import Tokenizer
+from quire.text import tokenizer as tokenizer_module
+from quire.text.detokenizer import TextStream
+from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
     "",
@@ -477,7 +477,7 @@ def test_metadata_that_is_not_utf8_is_an_error_that_names_the_field(tmp_path: Pa
 
 
 def test_an_absurd_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire.gguf_tokenizer.MAX_VOCAB_SIZE", 100)
+    monkeypatch.setattr("quire.text.gguf_tokenizer.MAX_VOCAB_SIZE", 100)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens has 264 entries, at most 100"):
         load(tmp_path, byte_level_fields())
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
+from quire.core.request import Request
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
-from quire.request import Request
 from tests.tiny import tiny_config, tiny_llm, tiny_params, tiny_tensors
 
 PROMPT = [(5 * i) % 90 + 1 for i in range(21)]

@@ -2,7 +2,7 @@
 
 import tokenizers
 
-from quire.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.tiny import VOCAB
 
 EOS = 0

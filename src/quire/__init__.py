@@ -10,26 +10,28 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quire.config import EngineConfig, ModelConfig
     from quire.core.errors import AuditError
-    from quire.engine import Engine
+    from quire.core.request import Request
+    from quire.core.sampling_params import SamplingParams
+    from quire.core.stopping import FinishReason
+    from quire.engine.engine import Engine
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, RequestOutput
-    from quire.request import FinishReason, Request, SamplingParams
-    from quire.structured import Structured
+    from quire.structured.form import Structured
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AuditError": "quire.core.errors",
     "CompletionOutput": "quire.outputs",
-    "Engine": "quire.engine",
+    "Engine": "quire.engine.engine",
     "EngineConfig": "quire.config",
-    "FinishReason": "quire.request",
+    "FinishReason": "quire.core.stopping",
     "LLM": "quire.llm",
     "ModelConfig": "quire.config",
-    "Request": "quire.request",
+    "Request": "quire.core.request",
     "RequestOutput": "quire.outputs",
-    "SamplingParams": "quire.request",
-    "Structured": "quire.structured",
+    "SamplingParams": "quire.core.sampling_params",
+    "Structured": "quire.structured.form",
 }
 
 __all__ = [

@@ -16,17 +16,19 @@ from typing import Any
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from quire.compile_cache import use_compile_cache
+from quire.checkpoint.load import load_model
 from quire.config import EngineConfig, ModelConfig, engine_config
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Sequence as TokenSequence
+from quire.core.sequence import TokenEvent
+from quire.device.compile_cache import use_compile_cache
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
-from quire.engine import Engine
-from quire.loader import load_model
+from quire.engine.engine import Engine
 from quire.outputs import CompletionOutput, RequestOutput, TextChunk
-from quire.request import Request, SamplingParams, TokenEvent
-from quire.request import Sequence as TokenSequence
-from quire.text_stream import TextStream
-from quire.tokenizer import Tokenizer
+from quire.text.detokenizer import TextStream
+from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

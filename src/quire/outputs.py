@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from quire.request import TokenLogprob, Version
+from quire.core.sequence import TokenLogprob, Version
 
 
 @dataclass(slots=True)

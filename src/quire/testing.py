@@ -27,7 +27,7 @@ from quire.device.inputs import (
     StepInputs,
     StepOutput,
 )
-from quire.engine import Engine
+from quire.engine.engine import Engine
 
 Place = tuple[int, int, int]
 """Token, weights, hash of everything up to here."""

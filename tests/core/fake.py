@@ -9,8 +9,10 @@ from quire.core.audit import audit
 from quire.core.page_tables import PageTables
 from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
-from quire.request import Request, SamplingParams, Sequence, TokenEvent
+from quire.core.sequence import Sequence, TokenEvent
 
 
 @dataclass

@@ -4,7 +4,9 @@ import pytest
 
 from quire.core.audit import audit
 from quire.core.prefix_cache import page_hash, page_root
-from quire.request import Request, SamplingParams, Sequence, Weights
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Sequence, Weights
 from tests.core.fake import result, run, scheduler
 
 
@@ -56,9 +58,9 @@ def test_a_page_is_not_visible_before_its_step_is_committed():
     assert s.tables.prefix_cache.num_pages == 0
     late = sequence(range(9), 2)
     s.add(late)
-    assert s.tables.find(late).pages == []
+    assert s.tables.find_prefix(late).pages == []
     s.commit(plan, result(plan))
-    assert s.tables.find(late).pages == [0, 1]
+    assert s.tables.find_prefix(late).pages == [0, 1]
 
 
 def test_partial_pages_and_the_token_just_drawn_are_never_published():
@@ -77,7 +79,7 @@ def test_generated_tokens_are_found_too():
     s = cached()
     finish(s, sequence(range(6), max_tokens=7))  # computes 12 positions, tokens 6..11 are 7
     follow_up = sequence([*range(6), *[7] * 6, 1, 2], 2)
-    assert s.tables.find(follow_up).num_tokens == 12
+    assert s.tables.find_prefix(follow_up).num_tokens == 12
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_only_the_same_salt_and_weights_find_a_page(salt, weights, found):
     s = cached()
     finish(s, sequence(range(9)))
     s.tables.weights = Weights(*weights)
-    assert s.tables.find(sequence(range(9), 2, salt=salt)).num_tokens == found
+    assert s.tables.find_prefix(sequence(range(9), 2, salt=salt)).num_tokens == found
 
 
 def test_the_chain_is_over_everything_before():
@@ -105,8 +107,8 @@ def test_least_recently_used_goes_first_and_leaves_before_parents():
     s = cached()
     finish(s, sequence(range(9), 1))  # pages 0, 1 known
     finish(s, sequence(range(50, 59), 2))
-    old, new = [0, 1], s.tables.find(sequence(range(50, 59), 9)).pages
-    assert s.tables.find(sequence(range(9), 9)).pages == old
+    old, new = [0, 1], s.tables.find_prefix(sequence(range(50, 59), 9)).pages
+    assert s.tables.find_prefix(sequence(range(9), 9)).pages == old
     finish(s, sequence(range(9), 3))  # the older prefix is used again
     order = [s.tables.prefix_cache.evict(1)[0] for _ in range(4)]
     assert order == [new[1], new[0], 1, 0]
@@ -117,7 +119,7 @@ def test_a_parent_outlives_every_child_even_when_children_end_at_different_times
     shared = list(range(4))
     finish(s, sequence([*shared, 10, 11, 12, 13, 14], 1))
     finish(s, sequence([*shared, 20, 21, 22, 23, 24], 2))
-    parent = s.tables.find(sequence([*shared, 0], 9)).pages
+    parent = s.tables.find_prefix(sequence([*shared, 0], 9)).pages
     order = [s.tables.prefix_cache.evict(1)[0] for _ in range(3)]
     assert order[-1:] == parent
 
@@ -138,9 +140,9 @@ def test_pages_of_two_who_computed_the_same_at_once_become_one():
 def test_prompt_log_probabilities_do_not_read_the_cache_and_feed_it():
     s = cached(max_num_samples=64)
     finish(s, sequence(range(9), 1, prompt_logprobs=True))
-    assert s.tables.find(sequence(range(9), 2)).num_tokens == 8
+    assert s.tables.find_prefix(sequence(range(9), 2)).num_tokens == 8
     scored = sequence(range(9), 3, prompt_logprobs=True)
-    assert s.tables.find(scored).num_tokens == 0
+    assert s.tables.find_prefix(scored).num_tokens == 0
     finish(s, scored)
     assert len(scored.prompt_logprobs) == 9
 
@@ -157,5 +159,5 @@ def test_cached_pages_make_room_before_anybody_is_preempted():
 def test_off_is_off():
     s = scheduler(num_pages=8, page_size=4, prefix_cache=False)
     finish(s, sequence(range(9)))
-    assert s.tables.find(sequence(range(9), 2)).num_tokens == 0
+    assert s.tables.find_prefix(sequence(range(9), 2)).num_tokens == 0
     assert s.tables.allocator.num_free == 8

@@ -5,7 +5,9 @@ import math
 import pytest
 
 from quire.core.errors import StateError
-from quire.request import TRANSITIONS, FinishReason, SamplingParams, SequenceState
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import TRANSITIONS, SequenceState
+from quire.core.stopping import FinishReason
 from tests.core.fake import Arrivals
 
 W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED

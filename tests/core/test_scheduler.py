@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from quire.core.audit import audit
 from quire.core.errors import RequestError
-from quire.request import FinishReason, SequenceState
+from quire.core.sequence import SequenceState
+from quire.core.stopping import FinishReason
 from tests.core.fake import Arrivals, result, run, scheduler
 
 

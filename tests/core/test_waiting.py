@@ -1,7 +1,7 @@
 """The queue's memory follows what waits, however many were aborted behind a busy head."""
 
+from quire.core.stopping import FinishReason
 from quire.core.waiting import WaitingQueue
-from quire.request import FinishReason
 from tests.core.fake import Arrivals
 
 

@@ -14,7 +14,7 @@ from quire import SamplingParams
 from quire.device import native
 from quire.device.linear import (
     Int8,
-    Kind,
+    MatmulKind,
     Packed,
     Transposed,
     choose_kind,
@@ -189,7 +189,7 @@ def test_inside_a_loop_and_from_many_threads_at_once():
 def test_plain_weights_multiply_along_the_public_layout(int8):
     x, weight = arrays(5, 24, 30)
     params = {"embed": weight.T, "norm": weight[0], "layers": [{"qkv": weight.reshape(24, 3, 10), "q_norm": weight[1]}]}
-    ready = prepare(params, Kind(native=False, int8=int8))
+    ready = prepare(params, MatmulKind(native=False, int8=int8))
     assert not params
     expected, magnitude = exact(x, weight)
     for name, got in (("qkv", ready["layers"][0]["qkv"]), ("unembed", ready["unembed"])):
@@ -201,9 +201,9 @@ def test_plain_weights_multiply_along_the_public_layout(int8):
 
 def test_where_native_matmuls_are_not_the_config_says_why():
     one, two = make_mesh(), make_mesh(jax.devices()[:2])
-    assert choose_kind("xla", None, "bfloat16", one) == Kind(native=False, int8=False)
-    assert choose_kind("auto", "int8", "bfloat16", two) == Kind(native=False, int8=True)
-    assert choose_kind("auto", None, "float32", one) == Kind(native=False, int8=False)
+    assert choose_kind("xla", None, "bfloat16", one) == MatmulKind(native=False, int8=False)
+    assert choose_kind("auto", "int8", "bfloat16", two) == MatmulKind(native=False, int8=True)
+    assert choose_kind("auto", None, "float32", one) == MatmulKind(native=False, int8=False)
     with pytest.raises(ValueError, match="matmul='native': the native matmul runs on one device, not on 2"):
         choose_kind("native", None, "bfloat16", two)
     with pytest.raises(ValueError, match="takes bfloat16, or any type with quantize='int8', not float32"):

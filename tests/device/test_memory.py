@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import engine_config
-from quire.device.memory import host_pages, pool_pages
 from quire.device.mesh import make_mesh
+from quire.engine.pool_size import host_pages, pool_pages
 from tests.tiny import tiny_config
 
 MODEL = tiny_config(max_len=64)

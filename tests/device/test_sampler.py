@@ -7,13 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from quire.batch import pack_samples
 from quire.core.plan import Sample
+from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
+from quire.core.sequence import Sequence
 from quire.device import native
-from quire.device.cut import cut
 from quire.device.inputs import mask_words
 from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
-from quire.request import Request, SamplingParams, Sequence
+from quire.device.top_k_top_p import top_k_top_p
+from quire.engine.packer import pack_samples
 from tests.effort import each_isa, slow
 
 VOCAB = 1000
@@ -219,7 +221,7 @@ def test_what_is_cut_is_what_sorting_would_cut(kind):
     x, top_k, top_p = random_cuts(kind)
     weights = np.exp(x - x.max(axis=1, keepdims=True))
     weights[weights < 1e-37] = 0  # a device takes smaller numbers for 0
-    kept = np.asarray(jax.jit(cut)(weights, top_k, top_p))
+    kept = np.asarray(jax.jit(top_k_top_p)(weights, top_k, top_p))
     for row in range(len(x)):
         surely, perhaps = sorted_cut(weights[row], top_k[row], top_p[row])
         assert kept[row, np.argmax(weights[row])]

@@ -12,17 +12,18 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.batch import Packer
+from quire.checkpoint.load import load_model
 from quire.core.plan import Row, StepPlan
+from quire.core.request import Request
+from quire.core.sequence import Sequence
 from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import StepShape
-from quire.device.linear import Kind, prepare
+from quire.device.linear import MatmulKind, prepare
 from quire.device.mesh import make_mesh
 from quire.device.models import get_architecture
-from quire.device.models.layers import Parts, decoder, unembed
-from quire.loader import load_model
-from quire.request import Request, Sequence
+from quire.device.models.layers import ModelStatics, decoder, unembed
+from quire.engine.packer import Packer
 from tests.oracle import harness
 from tests.oracle.prompts import LENGTHS_12, LENGTHS_64, cut, texts
 
@@ -68,7 +69,7 @@ def test_64_prompts_in_one_run_equal_hugging_face_one_at_a_time(smollm2_gguf, or
 def twelve(smollm2_gguf, oracle_folder, tmp_path_factory):
     from gguf import GGUFReader
 
-    from quire.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
     ids = Tokenizer.from_gguf(GGUFReader(smollm2_gguf)).encode(texts())
     prompts = cut(ids, LENGTHS_12, seed=2)
@@ -125,8 +126,8 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     """Every position's logits, through the real packing, pages and attention."""
     mesh = make_mesh()
     loaded = load_model(folder, mesh=mesh, dtype="float32")
-    ready = prepare(loaded.params, Kind(native=False, int8=False))
-    parts = Parts(config=loaded.config, backend=get_backend(backend), mesh=mesh)
+    ready = prepare(loaded.params, MatmulKind(native=False, int8=False))
+    parts = ModelStatics(config=loaded.config, backend=get_backend(backend), mesh=mesh)
     layer = get_architecture(loaded.config.architecture).layer
     num_pages = -(-len(tokens) // page_size) + 3
     cache = kv_cache.create(

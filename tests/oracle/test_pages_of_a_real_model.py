@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.request import Request, TokenLogprob
+from quire.core.request import Request
+from quire.core.sequence import TokenLogprob
 from tests.oracle.harness import TIE_GAP
 from tests.oracle.prompts import cut, texts
 

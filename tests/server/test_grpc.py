@@ -16,8 +16,8 @@ from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from quire import SamplingParams
-from quire.server.proto import quire_pb2 as pb
-from quire.server.proto import quire_pb2_grpc
+from quire.server.grpc.proto import quire_pb2 as pb
+from quire.server.grpc.proto import quire_pb2_grpc
 from tests.server.process import SMALL, serving
 
 pytestmark = pytest.mark.own_server
@@ -470,7 +470,7 @@ def test_a_port_that_is_taken_is_one_line(tiny_folder):
 
 
 def test_generated_code_is_what_the_proto_says(tmp_path):
-    folder = "quire/server/proto"
+    folder = "quire/server/grpc/proto"
     outs = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{ROOT / 'src'}", *outs, f"{folder}/quire.proto"]
     subprocess.run(command, check=True, cwd=ROOT / "src")
@@ -482,7 +482,7 @@ def test_generated_code_is_what_the_proto_says(tmp_path):
 
 
 def test_every_message_and_field_is_described():
-    lines = (ROOT / "src/quire/server/proto/quire.proto").read_text().splitlines()
+    lines = (ROOT / "src/quire/server/grpc/proto/quire.proto").read_text().splitlines()
     declared = re.compile(
         r"\s*(message|enum|service|oneof|rpc|(optional |repeated )?[\w<>, ]+ \w+ = \d+;|[A-Z_]+ = \d+;)"
     )

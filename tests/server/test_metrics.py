@@ -8,7 +8,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.server.metrics import VLLM_NAMES
+from quire.server.observe.metrics import VLLM_NAMES
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 OURS = (

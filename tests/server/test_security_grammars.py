@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.grammar import MAX_COMPILED
+from quire.structured.compiler import MAX_COMPILED
 from tests.server.attack import bystander
 
 LONGEST_S = 15

@@ -13,12 +13,12 @@ import pytest
 
 from quire import SamplingParams
 from quire.cli import main
-from quire.core.page_map import look
-from quire.request import Request
-from quire.server import trace_log
-from quire.server.debug import _tier
+from quire.core.page_map import snapshot
+from quire.core.request import Request
+from quire.server.observe import trace_log
+from quire.server.observe.debug import _tier
+from quire.server.observe.trace_log import TraceLog
 from quire.server.stream import Stream, Times
-from quire.server.trace_log import TraceLog
 from quire.testing import fake_engine
 from tests.server.process import SMALL, serving
 from tests.test_sight import engine_with_everything
@@ -142,7 +142,7 @@ def test_an_admin_port_needs_a_key(tiny_folder):
 
 def test_the_columns_say_what_the_page_map_says():
     engine = engine_with_everything()
-    sight = look(engine.scheduler, 10)
+    sight = snapshot(engine.scheduler, 10)
     names = [f"{one.request_id}/{one.index}" for one in sight.sequences]
     device = _tier(sight, sight.refcounts, "running", sight.idle, {"pair": 3.0})
     host = _tier(sight, sight.host_refcounts, "swapped", sight.idle[:0], {})
@@ -166,7 +166,7 @@ def test_a_long_queue_is_counted_and_not_listed():
     engine = fake_engine(num_pages=16, page_size=4, vocab_size=50)
     for i in range(40):
         engine.add(Request(id=f"r{i}", prompt_token_ids=(1, 2, 3), params=SamplingParams(max_tokens=4)))
-    sight = look(engine.scheduler, 5)
+    sight = snapshot(engine.scheduler, 5)
     assert (len(sight.sequences), sight.num_waiting) == (5, 40)
 
 

@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from quire import SamplingParams, load
+from quire import SamplingParams
+from quire.bench import http_client
 from tests.server.process import SMALL, serving
 
 NUM_STREAMS = 64
@@ -22,7 +23,7 @@ def bodies(count: int, max_tokens: int = MAX_TOKENS) -> list[dict]:
     ]
 
 
-def median_pace(replies: list[load.Reply]) -> float:
+def median_pace(replies: list[http_client.Reply]) -> float:
     return statistics.median(reply.seconds_per_token for reply in replies if reply.seconds_per_token is not None)
 
 
@@ -47,7 +48,7 @@ def test_sixty_four_streams_with_leavers_and_deadlines(tiny_folder, offline, soa
                     leave_after = rng.randrange(1, 12)
                 elif fate < 0.35:
                     body = body | {"timeout": rng.uniform(0.01, 1.5)}
-                reply = await load.complete(url, body, leave_after=leave_after)
+                reply = await http_client.complete(url, body, leave_after=leave_after)
                 if reply.is_complete:
                     assert reply.text == wanted[i]
                     counts["whole"] += 1
@@ -83,17 +84,17 @@ def test_ten_times_more_than_fits(tiny_folder):
     flags = (*SMALL, "--max-queued-requests", str(queue), "--max-rounds", "4")
     with serving(tiny_folder, *flags) as server:
         url = server.url + "/v1"
-        asyncio.run(load.at_once(url, bodies(16, length), rows))  # warm
-        alone = asyncio.run(load.at_once(url, bodies(3 * rows, length), rows))
+        asyncio.run(http_client.at_once(url, bodies(16, length), rows))  # warm
+        alone = asyncio.run(http_client.at_once(url, bodies(3 * rows, length), rows))
         pace = median_pace(alone)
         whole = statistics.median(reply.times[-1] - reply.sent_at for reply in alone if reply.times)
         interval = whole / rows / 10  # ten times what the rows can take
-        taken: list[load.Reply] = []
+        taken: list[http_client.Reply] = []
         refused: list[tuple[float, float, float]] = []  # when, how long it took, what it said
         memory: list[int] = []
 
         async def one(body: dict) -> None:
-            reply = await load.complete(url, body)
+            reply = await http_client.complete(url, body)
             if reply.status == 429:
                 refused.append((reply.sent_at, time.perf_counter() - reply.sent_at, reply.retry_after))
             else:

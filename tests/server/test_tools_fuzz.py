@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.tools import MAX_CALLS, ToolParser
+from quire.server.openai.tools import MAX_CALLS, ToolParser
 
 STYLES = ("hermes", "mistral", "llama", "json")
 CALL = '{"name": "f", "arguments": {"x": 1}}'

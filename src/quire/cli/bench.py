@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from quire import LLM, bench
-from quire.bench import Result
+from quire import LLM
+from quire.bench import measure
+from quire.bench.measure import Result
 from quire.cli import engine_knobs
 
 
@@ -40,7 +41,7 @@ def _print(args: argparse.Namespace, results: Iterator[Result]) -> int:
 
 
 def _measure_url(args: argparse.Namespace) -> Iterator[Result]:
-    return bench.serve_url(
+    return measure.serve_url(
         args.url,
         key=args.api_key or os.environ.get("QUIRE_API_KEY"),
         rows=args.rows,
@@ -57,16 +58,16 @@ def _measure(args: argparse.Namespace, llm: LLM) -> Iterator[Result]:
     batch = {"rows": args.rows, "prompt_len": args.prompt_len, "repeats": args.repeats}
     if args.kind == "throughput":
         draw = {"temperature": args.temperature, "top_p": args.top_p}
-        return bench.throughput(llm, **batch, new_tokens=args.new_tokens, against=args.against, **draw)
+        return measure.throughput(llm, **batch, new_tokens=args.new_tokens, against=args.against, **draw)
     if args.kind == "prefill":
-        return bench.prefill(llm, **batch, against=args.against)
+        return measure.prefill(llm, **batch, against=args.against)
     if args.kind == "latency":
-        return bench.latency(llm, contexts=args.contexts, new_tokens=args.new_tokens, repeats=args.repeats)
+        return measure.latency(llm, contexts=args.contexts, new_tokens=args.new_tokens, repeats=args.repeats)
     if args.kind == "prefix":
-        return bench.prefix(llm, prompt_len=args.prompt_len, repeats=args.repeats)
+        return measure.prefix(llm, prompt_len=args.prompt_len, repeats=args.repeats)
     if args.kind == "serve":
-        return bench.serve(llm, trace=Path(args.trace), requests=args.requests, scale=args.scale, rate=args.rate)
-    return {"fork": bench.fork, "host": bench.host}[args.kind](llm, **batch, new_tokens=args.new_tokens)
+        return measure.serve(llm, trace=Path(args.trace), requests=args.requests, scale=args.scale, rate=args.rate)
+    return {"fork": measure.fork, "host": measure.host}[args.kind](llm, **batch, new_tokens=args.new_tokens)
 
 
 def _knobs(args: argparse.Namespace) -> Result:

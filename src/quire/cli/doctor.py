@@ -33,8 +33,8 @@ def _devices() -> None:
     import jax
 
     from quire.device import native
-    from quire.device.memory import default_pool_bytes
     from quire.device.mesh import make_mesh
+    from quire.engine.pool_size import default_pool_bytes
 
     for device in jax.local_devices():
         print(f"device       {device.device_kind} ({device.platform})")

@@ -1,6 +1,6 @@
 """Is every page where the books say it is? Checked page by page, as a multiset of owners, never as a sum.
 
-A finding is an AuditError that names the page or the sequence. `readings` are the same facts as numbers.
+A finding is an AuditError that names the page or the sequence. `pool_stats` are the same facts as numbers.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.core.errors import AuditError
 from quire.core.scheduler import Scheduler
-from quire.request import Sequence, SequenceState
+from quire.core.sequence import Sequence, SequenceState
 
 
 def audit(scheduler: Scheduler) -> None:
@@ -21,7 +21,7 @@ def audit(scheduler: Scheduler) -> None:
         _check_running(scheduler, sequence)
     if any(a.order > b.order for a, b in zip(scheduler.running, scheduler.running[1:], strict=False)):
         raise AuditError("the running list is out of order")
-    for sequence in chain(scheduler.waiting, *scheduler.unborn.values()):
+    for sequence in chain(scheduler.waiting, *scheduler.waiting_for_prompt.values()):
         _check_queued(scheduler, sequence)
     _check_families(scheduler)
     cached = tables.prefix_cache.pages if tables.prefix_cache else ()
@@ -69,7 +69,7 @@ def _check_queued(scheduler: Scheduler, sequence: Sequence) -> None:
 
 def _check_families(scheduler: Scheduler) -> None:
     """Nobody is forgotten: of every family alive each member is somewhere, or has ended and holds nothing."""
-    somewhere = set(chain(scheduler.running, scheduler.waiting, *scheduler.unborn.values()))
+    somewhere = set(chain(scheduler.running, scheduler.waiting, *scheduler.waiting_for_prompt.values()))
     for sequence in _members(somewhere):
         name = f"sequence {sequence.name}"
         if sequence.state is SequenceState.FINISHED:
@@ -85,7 +85,7 @@ def _members(sequences: set[Sequence]) -> Iterator[Sequence]:
 
 
 @dataclass(frozen=True, slots=True)
-class Readings:
+class PoolStats:
     """The seeds' checks as numbers: taken over time, they tell whether cleanup works."""
 
     free_pages: int
@@ -107,14 +107,14 @@ class Readings:
     """Pages that count as held and are in no table: always 0."""
 
 
-def readings(scheduler: Scheduler) -> Readings:
+def pool_stats(scheduler: Scheduler) -> PoolStats:
     """Count, without judging."""
     tables = scheduler.tables
     allocator, refcounts = tables.allocator, tables.allocator.refcounts
     entries = np.frombuffer(b"".join(sequence.pages for sequence in scheduler.running), np.int32)
     holders = np.bincount(entries, minlength=allocator.num_pages)
     held = allocator.num_pages - allocator.num_free - tables.num_cached
-    return Readings(
+    return PoolStats(
         free_pages=allocator.num_free,
         cached_pages=tables.num_cached,
         held_pages=held,

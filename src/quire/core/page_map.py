@@ -11,7 +11,7 @@ import numpy as np
 
 from quire.core.pages import PageAllocator
 from quire.core.scheduler import Scheduler
-from quire.request import Sequence
+from quire.core.sequence import Sequence
 
 FREE, CACHED, SHARED = ".", "_", "#"
 COLUMNS = 64
@@ -107,7 +107,7 @@ def page_map(scheduler: Scheduler) -> PageMap:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSight:
+class SequenceSnapshot:
     """A sequence as others may see it: what it is doing, and its page table; nothing of what it says."""
 
     request_id: str
@@ -124,7 +124,7 @@ class SequenceSight:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSight:
+class PoolSnapshot:
     """What a page map is made of, in the form that is quickest to take: for who draws it beside a running engine."""
 
     page_size: int
@@ -132,22 +132,22 @@ class PoolSight:
     host_refcounts: np.ndarray
     idle: np.ndarray
     """Pages that only the prefix cache holds; the next to be evicted first."""
-    sequences: list[SequenceSight]
+    sequences: list[SequenceSnapshot]
     """Running, swapped and waiting; of those that wait, as many as were asked for."""
     num_waiting: int
 
 
-def look(scheduler: Scheduler, most_waiting: int) -> PoolSight:
+def snapshot(scheduler: Scheduler, most_waiting: int) -> PoolSnapshot:
     """Copy what a page map is made of. Linear in running and swapped sequences, a memory copy in pages."""
     tables = scheduler.tables
     cache = tables.prefix_cache
     sequences = [_sight(sequence, sequence.pages) for sequence in scheduler.running]
     listed = 0
-    for sequence in chain(scheduler.waiting, *scheduler.unborn.values()):
+    for sequence in chain(scheduler.waiting, *scheduler.waiting_for_prompt.values()):
         if sequence.host_pages or listed < most_waiting:
             listed += not sequence.host_pages
             sequences.append(_sight(sequence, sequence.host_pages))
-    return PoolSight(
+    return PoolSnapshot(
         page_size=tables.page_size,
         refcounts=_refcounts(tables.allocator),
         host_refcounts=_refcounts(tables.host),
@@ -157,8 +157,8 @@ def look(scheduler: Scheduler, most_waiting: int) -> PoolSight:
     )
 
 
-def _sight(sequence: Sequence, pages: array) -> SequenceSight:
-    return SequenceSight(
+def _sight(sequence: Sequence, pages: array) -> SequenceSnapshot:
+    return SequenceSnapshot(
         sequence.request.id,
         sequence.index,
         str(sequence.state),

@@ -17,10 +17,10 @@ from typing import NamedTuple
 from quire.core.pages import PageAllocator
 from quire.core.plan import PageOperations
 from quire.core.prefix_cache import PrefixCache
-from quire.request import Sequence, SequenceState, Weights
+from quire.core.sequence import Sequence, SequenceState, Weights
 
 
-class Beginning(NamedTuple):
+class ReusedPrefix(NamedTuple):
     """The positions of a sequence whose KV exists already, and where."""
 
     pages: list[int]
@@ -82,7 +82,7 @@ class PageTables:
 
     # -- start ---------------------------------------------------------------------------------------------------
 
-    def find(self, sequence: Sequence, unwritten: Collection[Sequence] = ()) -> Beginning:
+    def find_prefix(self, sequence: Sequence, unwritten: Collection[Sequence] = ()) -> ReusedPrefix:
         """What of a waiting or swapped sequence need not be computed.
 
         The last token is always computed: its logits are what the sequence waits for. Prompt log-probabilities need
@@ -91,9 +91,9 @@ class PageTables:
         """
         if sequence.state is SequenceState.SWAPPED:
             pages = self._match(sequence, sequence.num_computed) if sequence.kv_weights == self.weights else []
-            return Beginning(pages, sequence.num_computed, num_published=len(pages))
+            return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
         if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
-            return Beginning([], 0)
+            return ReusedPrefix([], 0)
         most, common = len(sequence.tokens) - 1, 0
         relative = self._relative(sequence, unwritten)
         if relative is not None:
@@ -104,38 +104,38 @@ class PageTables:
             common = min(most, common, relative.num_computed)
         pages = self._match(sequence, most)
         if relative is None or common <= len(pages) * self.page_size:
-            return Beginning(pages, len(pages) * self.page_size, num_published=len(pages))
+            return ReusedPrefix(pages, len(pages) * self.page_size, num_published=len(pages))
         num_full = common // self.page_size
-        return Beginning(
+        return ReusedPrefix(
             relative.pages[:num_full].tolist(),
             common,
             relative.pages[num_full] if common % self.page_size else None,
             min(num_full, relative.num_published),
         )
 
-    def num_new(self, sequence: Sequence, beginning: Beginning) -> int:
+    def num_new(self, sequence: Sequence, prefix: ReusedPrefix) -> int:
         """Of the available pages, how many a start with all of a sequence's tokens would take."""
         cache = self.prefix_cache
-        idle = sum(map(cache.is_idle, beginning.pages)) if cache else 0
-        return self.pages_for(len(sequence.tokens)) - len(beginning.pages) + idle
+        idle = sum(map(cache.is_idle, prefix.pages)) if cache else 0
+        return self.pages_for(len(sequence.tokens)) - len(prefix.pages) + idle
 
-    def start(self, sequence: Sequence, beginning: Beginning) -> None:
-        """Fill an empty table with a beginning that `find` has just found."""
-        self._hold(beginning.pages)
-        sequence.pages.extend(beginning.pages)
+    def start(self, sequence: Sequence, prefix: ReusedPrefix) -> None:
+        """Fill an empty table with what `find_prefix` has just found."""
+        self._hold(prefix.pages)
+        sequence.pages.extend(prefix.pages)
         if sequence.state is SequenceState.SWAPPED:
-            on_host = sequence.host_pages[len(beginning.pages) :]
+            on_host = sequence.host_pages[len(prefix.pages) :]
             self._operations.swap_ins += zip(on_host, self._allocate(sequence, len(on_host)), strict=True)
             self._release_host(sequence.host_pages)
             del sequence.host_pages[:]
-        elif beginning.num_tokens:
-            if beginning.copy_from is not None:
+        elif prefix.num_tokens:
+            if prefix.copy_from is not None:
                 (page,) = self._allocate(sequence, 1)
-                self._operations.copies.append((beginning.copy_from, page))
+                self._operations.copies.append((prefix.copy_from, page))
             sequence.kv_weights = self.weights
         sequence.parent = None  # from here on it goes its own way, and its ancestors may be forgotten
-        sequence.num_computed = beginning.num_tokens
-        sequence.num_published = beginning.num_published
+        sequence.num_computed = prefix.num_tokens
+        sequence.num_published = prefix.num_published
 
     def _match(self, sequence: Sequence, most: int) -> list[int]:
         if self.prefix_cache is None:
@@ -164,7 +164,7 @@ class PageTables:
         if missing > 0:
             self._allocate(sequence, missing)
 
-    def reach(self, sequence: Sequence, end: int) -> int:
+    def reachable_end(self, sequence: Sequence, end: int) -> int:
         """How far towards `end` a sequence's pages can reach when nobody, and no cached page, gives way for it."""
         num_pages = min(self.pages_for(end), len(sequence.pages) + self.allocator.num_free)
         return min(end, num_pages * self.page_size)
@@ -276,7 +276,7 @@ class PageTables:
     def _drop(self, pages: SequenceOf[int]) -> None:
         freed = self.allocator.release(pages)
         if self.prefix_cache is not None:
-            self.prefix_cache.let_go(pages)
+            self.prefix_cache.mark_idle(pages)
         self._note_freed(freed)
 
     def _note_freed(self, pages: list[int]) -> None:

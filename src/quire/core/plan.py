@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from quire.request import Sequence
+from quire.core.sequence import Sequence
 
 
 class Row(NamedTuple):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 
 from quire.core.plan import Row, Sample, StepPlan
-from quire.request import Sequence
+from quire.core.sequence import Sequence
 
 
 class Planner:
@@ -39,12 +39,12 @@ class Planner:
             num_tokens = min(num_tokens, num_scored + num_samples)
         return num_tokens
 
-    def add(self, sequence: Sequence, num_tokens: int, unborn: SequenceOf[Sequence] = ()) -> None:
+    def add(self, sequence: Sequence, num_tokens: int, waiting_for_prompt: SequenceOf[Sequence] = ()) -> None:
         """Plan the next `num_tokens` of a sequence, and what is to be drawn from them.
 
         The logits of position p are for position p+1: a chunk [first, end) may score first+1 .. end, where `end`
-        itself is drawn, not scored, once every known token is in. Then the `unborn` draw from the same logits, as far
-        as the samples go.
+        itself is drawn, not scored, once every known token is in. Then those `waiting_for_prompt` draw from the same
+        logits, as far as the samples go.
         """
         plan = self.plan
         first, row = sequence.num_computed, len(plan.rows)
@@ -56,9 +56,9 @@ class Planner:
                 samples.append(Sample(sequence, row, base + position, position, sequence.tokens[position]))
         if end == len(sequence.tokens) and sequence.max_tokens:
             samples.append(Sample(sequence, row, base + end, end, None))
-            if unborn and end == sequence.prompt_len:
+            if waiting_for_prompt and end == sequence.prompt_len:
                 spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)
-                samples += [Sample(child, row, base + end, end, None) for child in unborn[: max(spare, 0)]]
+                samples += [Sample(child, row, base + end, end, None) for child in waiting_for_prompt[: max(spare, 0)]]
         plan.rows.append(Row(sequence, first, num_tokens, 1))
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens

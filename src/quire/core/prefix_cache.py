@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
-from quire.request import Sequence, Weights
+from quire.core.sequence import Sequence, Weights
 
 
 class PrefixCache:
@@ -91,7 +91,7 @@ class PrefixCache:
         for page in pages:
             self._idle.pop(page, None)
 
-    def let_go(self, pages: SequenceOf[int]) -> None:
+    def mark_idle(self, pages: SequenceOf[int]) -> None:
         """A sequence has released its table `pages`: those that only the cache holds are idle from now on."""
         refcount = self._allocator.refcount
         for page in reversed(pages):

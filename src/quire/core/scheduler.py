@@ -5,7 +5,7 @@ token budget on prompts in chunks, and mixes both. Order is priority, then arriv
 overtakes. Pages are reserved before the step that writes them; when none is left the last in order gives its pages
 back: to host memory, or to be recomputed. `commit` is the only judge of what a step produced.
 
-A request for n sequences computes its prompt once: the first sequence leads, the others are unborn until they have
+A request for n sequences computes its prompt once: the first sequence leads, the others wait for it until they have
 drawn their first token from its logits; then they queue for rows of their own, where they share its pages.
 
 Costs are linear in what runs and independent of what waits and of the pool's size. Refuses to know: tensors, text.
@@ -20,8 +20,9 @@ from quire.core.errors import AuditError, RequestError
 from quire.core.page_tables import PageTables
 from quire.core.plan import Sample, StepPlan, StepResult
 from quire.core.planner import Planner
+from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version, Weights
+from quire.core.stopping import FinishReason
 from quire.core.waiting import WaitingQueue
-from quire.request import FinishReason, Sequence, SequenceState, TokenEvent, TokenLogprob, Version, Weights
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class Scheduler:
         """Those without a row, waiting or swapped."""
         self.running: list[Sequence] = []
         """In order; the last one is the first to be preempted."""
-        self.unborn: dict[str, list[Sequence]] = {}
+        self.waiting_for_prompt: dict[str, list[Sequence]] = {}
         """Request id -> sequences that wait for the first of their family to compute the prompt."""
         self.num_recomputes = 0
         self.num_swaps = 0
@@ -80,8 +81,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a row, unborn ones too."""
-        return len(self.waiting) + sum(map(len, self.unborn.values()))
+        """Sequences without a row, those that wait for a prompt too."""
+        return len(self.waiting) + sum(map(len, self.waiting_for_prompt.values()))
 
     def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
         """Refuse a sequence that could not run even alone."""
@@ -95,11 +96,11 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence) -> None:
-        """Queue the first sequence of a family; the others of it are unborn."""
+        """Queue the first sequence of a family; the others wait for it to compute the prompt."""
         self.check_fits(sequence.request.id, sequence.prompt_len, sequence.max_tokens)
         self.waiting.push(sequence)
         if len(sequence.family) > 1:
-            self.unborn[sequence.request.id] = sequence.family[1:]
+            self.waiting_for_prompt[sequence.request.id] = sequence.family[1:]
 
     def fork(self, sequence: Sequence) -> Sequence:
         """Queue another sequence that goes on from the tokens this one has."""
@@ -122,28 +123,28 @@ class Scheduler:
             return False
         was_running = sequence.state is SequenceState.RUNNING
         self._finish(sequence, FinishReason.ABORT)
-        unborn = self.unborn.get(sequence.request.id, [])
-        if sequence in unborn:
-            unborn.remove(sequence)
+        waiting_for_prompt = self.waiting_for_prompt.get(sequence.request.id, [])
+        if sequence in waiting_for_prompt:
+            waiting_for_prompt.remove(sequence)
         else:
             if was_running:
                 self.running.remove(sequence)
             else:
                 self.waiting.discard(sequence)
-            if unborn:
-                self.waiting.push(unborn.pop(0))  # somebody else of the family has to compute the prompt
-        if not unborn:
-            self.unborn.pop(sequence.request.id, None)
+            if waiting_for_prompt:
+                self.waiting.push(waiting_for_prompt.pop(0))  # somebody else of the family has to compute the prompt
+        if not waiting_for_prompt:
+            self.waiting_for_prompt.pop(sequence.request.id, None)
         return True
 
     def reset(self) -> int:
         """Abort everything and say how many that were. Costs what lives, never what the pool could hold."""
-        aborted = [*self.running, *self.waiting, *chain.from_iterable(self.unborn.values())]
+        aborted = [*self.running, *self.waiting, *chain.from_iterable(self.waiting_for_prompt.values())]
         for sequence in aborted:
             self._finish(sequence, FinishReason.ABORT)
         self.running = []
         self.waiting = WaitingQueue()
-        self.unborn = {}
+        self.waiting_for_prompt = {}
         self.in_flight = None
         return len(aborted)
 
@@ -190,7 +191,7 @@ class Scheduler:
                 end = sequence.num_computed + num_tokens
                 if end > len(sequence.pages) * page_size and not self._reserve(sequence, end):
                     break  # it gave up its own place, and everybody after it had done so before
-                planner.add(sequence, num_tokens, self.unborn.get(sequence.request.id, ()))
+                planner.add(sequence, num_tokens, self.waiting_for_prompt.get(sequence.request.id, ()))
             position += 1
         return self.num_preemptions == preemptions_before
 
@@ -202,21 +203,21 @@ class Scheduler:
         head, tables = self.waiting.peek(), self.tables
         if head is None or len(self.running) >= self.max_num_seqs:
             return False
-        beginning = tables.find(head, unwritten=planner.started)
-        num_tokens = planner.share(head, beginning.num_tokens)
-        if num_tokens == 0 or tables.num_new(head, beginning) + promised > tables.num_available:
+        prefix = tables.find_prefix(head, unwritten=planner.started)
+        num_tokens = planner.share(head, prefix.num_tokens)
+        if num_tokens == 0 or tables.num_new(head, prefix) + promised > tables.num_available:
             return False
         self.waiting.pop()
         if head.state is SequenceState.WAITING:
-            self.cached_tokens += beginning.num_tokens
+            self.cached_tokens += prefix.num_tokens
             if not head.preemptions:
-                head.num_cached_tokens = beginning.num_tokens
-        tables.start(head, beginning)
+                head.num_cached_tokens = prefix.num_tokens
+        tables.start(head, prefix)
         head.move_to(SequenceState.RUNNING)
         insort(self.running, head, key=_order)
         tables.grow(head, head.num_computed + num_tokens)
         planner.started.append(head)
-        planner.add(head, num_tokens, self.unborn.get(head.request.id, ()))
+        planner.add(head, num_tokens, self.waiting_for_prompt.get(head.request.id, ()))
         return True
 
     def _growth(self, sequence: Sequence) -> int:
@@ -259,7 +260,7 @@ class Scheduler:
             missing = sequence.params.min_tokens - sequence.num_output
             if missing > 0:  # until then its stop ids are forbidden, and after it they are not
                 rounds = min(rounds, missing)
-            end = self.tables.reach(sequence, row.first + rounds)
+            end = self.tables.reachable_end(sequence, row.first + rounds)
             self.tables.grow(sequence, end)
             rows[i] = row._replace(max_rounds=end - row.first)
 
@@ -279,10 +280,10 @@ class Scheduler:
         if tokens_before >= self.max_num_batched_tokens:
             return  # it would still not run in this step
         tables = self.tables
-        beginning = tables.find(head)
-        needed = tables.num_new(head, beginning) + sum(map(self._growth, self.running))
+        prefix = tables.find_prefix(head)
+        needed = tables.num_new(head, prefix) + sum(map(self._growth, self.running))
         rows_missing = len(self.running) + 1 - self.max_num_seqs
-        available, seen, shared, victims = tables.num_available, Counter(), set(beginning.pages), 0
+        available, seen, shared, victims = tables.num_available, Counter(), set(prefix.pages), 0
         for victim in reversed(self.running):
             if rows_missing <= victims and needed <= available:
                 break
@@ -386,8 +387,8 @@ class Scheduler:
         for sequence in self.running[::-1]:
             sequence.num_failures += failed
             if sequence.num_failures > 1:
-                for unborn in list(self.unborn.get(sequence.request.id, ())):
-                    self.abort(unborn)
+                for waiting_for_prompt in list(self.waiting_for_prompt.get(sequence.request.id, ())):
+                    self.abort(waiting_for_prompt)
                 self.abort(sequence)
             else:
                 self.preempt(sequence, swap=False)
@@ -440,8 +441,8 @@ class Scheduler:
         return events
 
     def _commit_prompt(self, sequence: Sequence) -> list[TokenEvent]:
-        """A prompt is computed: who wanted no more ends, and the unborn of the family queue for rows of their own."""
-        family = [sequence, *self.unborn.pop(sequence.request.id, ())]
+        """A prompt is computed: who wanted no more ends, and those who waited for it queue for rows of their own."""
+        family = [sequence, *self.waiting_for_prompt.pop(sequence.request.id, ())]
         events = []
         for member in family:
             if sequence.max_tokens == 0 and member.state is not SequenceState.FINISHED:

@@ -2,7 +2,7 @@
 
 import heapq
 
-from quire.request import Sequence, SequenceState
+from quire.core.sequence import Sequence, SequenceState
 
 LIVE = (SequenceState.WAITING, SequenceState.SWAPPED)
 

@@ -1,7 +1,7 @@
 """What crosses from host to device and back: the device column's contract.
 
-`StepInputs` is a fixed schema of padded numpy arrays, built by `quire.batch` from a plan. Padding is harmless by
-construction: a padded token's destination lies outside the pool and its write is dropped, a padded row has no
+`StepInputs` is a fixed schema of padded numpy arrays, built by `quire.engine.packer` from a plan. Padding is harmless
+by construction: a padded token's destination lies outside the pool and its write is dropped, a padded row has no
 tokens and no KV, a padded sample draws from token 0 and nobody reads it.
 """
 

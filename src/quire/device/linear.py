@@ -125,7 +125,7 @@ def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class MatmulKind:
     """How the matmuls of a model are computed."""
 
     native: bool
@@ -136,12 +136,12 @@ MATMULS = ("qkv", "output", "gate_up", "down")
 """The arrays of a layer that are multiplied with, `[in, *out]`."""
 
 
-def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Kind:
+def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> MatmulKind:
     """What the config's knobs mean on this mesh; "native" where it cannot be is an error that says why."""
     why_not = _why_not_native(quantize, dtype, mesh) if matmul in ("auto", "native") else matmul
     if matmul == "native" and why_not:
         raise ValueError(f"matmul='native': {why_not}; matmul='auto' takes what there is")
-    return Kind(native=why_not is None, int8=quantize == "int8")
+    return MatmulKind(native=why_not is None, int8=quantize == "int8")
 
 
 def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
@@ -150,7 +150,7 @@ def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
     return native.why_not_on(mesh)
 
 
-def prepare(params: dict[str, Any], kind: Kind, *, copy: bool = False) -> dict[str, Any]:
+def prepare(params: dict[str, Any], kind: MatmulKind, *, copy: bool = False) -> dict[str, Any]:
     """The weights a model runs on, from those of the public layout.
 
     Takes the arrays out of `params` one at a time: memory that nobody else holds is free before the next is made. What
@@ -178,14 +178,14 @@ def _itself(array: jax.Array) -> jax.Array:
     return array
 
 
-def _make(weight: jax.Array | Transposed, kind: Kind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
+def _make(weight: jax.Array | Transposed, kind: MatmulKind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
     if not kind.native and not kind.int8:
         return jax.tree.map(keep, weight)
     return jax.block_until_ready(_convert(weight, kind))
 
 
 @functools.partial(jax.jit, static_argnames="kind")
-def _convert(weight: jax.Array | Transposed, kind: Kind) -> Packed | Int8:
+def _convert(weight: jax.Array | Transposed, kind: MatmulKind) -> Packed | Int8:
     transposed = isinstance(weight, Transposed)
     array = weight.array if isinstance(weight, Transposed) else weight
     outer = array.shape[:1] if transposed else array.shape[1:]

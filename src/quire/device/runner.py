@@ -36,7 +36,7 @@ from quire.device.inputs import (
 from quire.device.linear import choose_kind, prepare
 from quire.device.mesh import sharding
 from quire.device.models import get_architecture
-from quire.device.models.layers import Params, Parts, decoder, unembed
+from quire.device.models.layers import ModelStatics, Params, decoder, unembed
 from quire.device.models.weights import place_params
 from quire.device.rounds import run_rounds
 from quire.device.sampler import sample
@@ -104,7 +104,7 @@ class ModelRunner:
         self.attention, self.why_not_native = choose_backend(attention, model, mesh.devices.flat[0].platform)
         """The attention backend; and where it is not the CPU's own on a CPU, the reason in one sentence."""
         is_native = matmul != "xla" and native.why_not_on(mesh) is None
-        self.parts = Parts(config=model, backend=get_backend(self.attention), mesh=mesh, native=is_native)
+        self.statics = ModelStatics(config=model, backend=get_backend(self.attention), mesh=mesh, native=is_native)
         self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)
         self._cache = self.create_cache(num_pages)
@@ -214,7 +214,7 @@ class ModelRunner:
     def create_cache(self, num_pages: int) -> kv_cache.KVCache:
         """A pool of so many pages."""
         return kv_cache.create(
-            self.parts.backend,
+            self.statics.backend,
             self.model,
             num_pages=num_pages,
             page_size=self.page_size,
@@ -224,13 +224,13 @@ class ModelRunner:
 
     def trace(self, shape: StepShape) -> jax.stages.Traced:
         """The program of one shape, not yet for any platform."""
-        parts, layer, max_rounds = self.parts, self.layer, self.max_rounds
+        statics, layer, max_rounds = self.statics, self.layer, self.max_rounds
 
         def step(params, cache, tokens_T, layout, samples, rounds):
             def one_round(cache, tokens_T, layout, samples):
-                hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, parts)
+                hidden_TD, cache = decoder(layer, params, cache, tokens_T, layout, statics)
                 logits_SV = unembed(params, hidden_TD[samples.packed_index_S])
-                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP, native=parts.native)
+                return cache, sample(logits_SV, samples, cache.tokens_MZ, layout.page_table_BP, native=statics.native)
 
             if shape.decode:
                 return run_rounds(one_round, cache, tokens_T, layout, samples, rounds, max_rounds)
@@ -238,7 +238,7 @@ class ModelRunner:
 
         whole = sharding(self.mesh)
         inputs = abstract_inputs(shape, self.pages_per_row, self.model.vocab_size, whole)
-        program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(parts.backend, self.mesh), whole))
+        program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(statics.backend, self.mesh), whole))
         return program.trace(self.params, self._cache, *inputs)
 
     @contextmanager

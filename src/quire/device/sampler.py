@@ -19,12 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from quire.device.cut import cut
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
+from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
 SMALLEST_TILE = 32
-COLDEST = 1e-20
+MIN_TEMPERATURE = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
 
 
@@ -35,7 +35,7 @@ class Drawn(NamedTuple):
 
     tokens_S: jax.Array
     peak_S: jax.Array
-    cooling_S: jax.Array
+    inv_temperature_S: jax.Array
     num_kept_S: jax.Array
     mass_S: jax.Array
 
@@ -75,7 +75,7 @@ def sample(
 
     def logprobs():
         total_S = jax.nn.logsumexp(logits_SV, axis=-1)
-        logprobs_S = (processed_S - drawn.peak_S) * drawn.cooling_S - jnp.log(drawn.mass_S)
+        logprobs_S = (processed_S - drawn.peak_S) * drawn.inv_temperature_S - jnp.log(drawn.mass_S)
         return at_token(logits_SV, tokens_S) - total_S, logprobs_S, total_S
 
     num_samples = logits_SV.shape[0]
@@ -89,7 +89,9 @@ def sample(
         drawn_values_SX, drawn_ids_SX = lax.cond(
             is_processed, lambda: tuple(lax.top_k(process(), width)), lambda: (values_SX, ids_SX)
         )
-        drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.cooling_S[:, None] - jnp.log(drawn.mass_S)[:, None]
+        drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.inv_temperature_S[:, None] - jnp.log(drawn.mass_S)[
+            :, None
+        ]
         rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
         drawn_SX = jnp.where(rank_SX < drawn.num_kept_S[:, None], drawn_SX, -jnp.inf)
         missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
@@ -179,44 +181,44 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     one_S = jnp.ones(logits_SV.shape[0], jnp.float32)
     num_kept_S = jnp.ones(logits_SV.shape[0], jnp.int32)
     tokens_S, peak_S = take_likeliest(logits_SV)
-    return Drawn(tokens_S, peak_S, cooling_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
+    return Drawn(tokens_S, peak_S, inv_temperature_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
 def draw_native(logits_SV: jax.Array, inputs: SampleInputs, *, instruction_set: str = "") -> Drawn:
     """The same as `_draw`, by `native/draw.cc`: all at once, while a row is in the cache."""
-    hot_S, cooling_S, uniform_S = _counter(inputs)
-    ints_S, floats_S = (jax.ShapeDtypeStruct(hot_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
+    is_random_S, inv_temperature_S, uniform_S = _counter(inputs)
+    ints_S, floats_S = (jax.ShapeDtypeStruct(is_random_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
     call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))
-    how = (jnp.where(hot_S, cooling_S, 0.0), inputs.top_k_S, inputs.top_p_S, inputs.min_p_S, uniform_S)
+    how = (jnp.where(is_random_S, inv_temperature_S, 0.0), inputs.top_k_S, inputs.top_p_S, inputs.min_p_S, uniform_S)
     tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, *how, isa=instruction_set)
-    return Drawn(tokens_S, peak_S, cooling_S, num_kept_S, mass_S)
+    return Drawn(tokens_S, peak_S, inv_temperature_S, num_kept_S, mass_S)
 
 
 def _counter(inputs: SampleInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Which rows draw at all, one over their temperature, and the number in [0, 1) that chooses."""
-    hot_S = inputs.temperature_S > 0
-    cooling_S = 1.0 / jnp.where(hot_S, jnp.maximum(inputs.temperature_S, COLDEST), 1.0)
-    return hot_S, cooling_S, jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
+    is_random_S = inputs.temperature_S > 0
+    inv_temperature_S = 1.0 / jnp.where(is_random_S, jnp.maximum(inputs.temperature_S, MIN_TEMPERATURE), 1.0)
+    return is_random_S, inv_temperature_S, jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
 
 
 def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
     greedy = _greedy(logits_SV, inputs)
-    hot_S, cooling_S, uniform_S = _counter(inputs)
+    is_random_S, inv_temperature_S, uniform_S = _counter(inputs)
     # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
-    weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * cooling_S[:, None])
+    weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * inv_temperature_S[:, None])
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
-    top_k_S, top_p_S = jnp.where(hot_S, inputs.top_k_S, 0), jnp.where(hot_S, inputs.top_p_S, 1.0)
-    is_kept_SV = cut(weights_SV, top_k_S, top_p_S) & (weights_SV >= inputs.min_p_S[:, None])
+    top_k_S, top_p_S = jnp.where(is_random_S, inputs.top_k_S, 0), jnp.where(is_random_S, inputs.top_p_S, 1.0)
+    is_kept_SV = top_k_top_p(weights_SV, top_k_S, top_p_S) & (weights_SV >= inputs.min_p_S[:, None])
     kept_SV = jnp.where(is_kept_SV, weights_SV, 0.0)
     tokens_S, mass_S = _draw_tiled(kept_SV, uniform_S), jnp.sum(kept_SV, axis=-1)
     num_kept_S = jnp.sum(is_kept_SV, axis=-1, dtype=jnp.int32)
     return Drawn(
-        jnp.where(hot_S, tokens_S, greedy.tokens_S),
+        jnp.where(is_random_S, tokens_S, greedy.tokens_S),
         greedy.peak_S,
-        cooling_S,
-        jnp.where(hot_S, num_kept_S, greedy.num_kept_S),
-        jnp.where(hot_S, mass_S, greedy.mass_S),
+        inv_temperature_S,
+        jnp.where(is_random_S, num_kept_S, greedy.num_kept_S),
+        jnp.where(is_random_S, mass_S, greedy.mass_S),
     )
 
 

@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import ClientDisconnect
 
 from quire.server.admission import OverloadError
-from quire.server.bridge import UnavailableError, place_of
+from quire.server.async_engine import UnavailableError, place_of
 from quire.server.stream import StreamError
 
 _log = logging.getLogger("quire.server")

@@ -16,20 +16,20 @@ import uvicorn
 
 from quire.llm import LLM
 from quire.server.admission import Admission
-from quire.server.bridge import Bridge, Observer
+from quire.server.async_engine import Bridge, Observer
 from quire.server.config import ServerConfig
-from quire.server.connections import limited
-from quire.server.debug import Admin
-from quire.server.http import Api
+from quire.server.http.connections import limited
+from quire.server.http.routes import Api
 from quire.server.keys import Keys
-from quire.server.logs import set_up_logs
-from quire.server.metrics import Metrics
+from quire.server.observe.debug import Admin
+from quire.server.observe.logs import set_up_logs
+from quire.server.observe.metrics import Metrics
+from quire.server.observe.telemetry import Telemetry
+from quire.server.observe.trace_log import TraceLog
 from quire.server.service import Service
-from quire.server.telemetry import Telemetry
-from quire.server.trace_log import TraceLog
 
 if TYPE_CHECKING:
-    from quire.server.grpc_server import GrpcServer
+    from quire.server.grpc.server import GrpcServer
 
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 30
@@ -110,7 +110,7 @@ def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":
     if config.grpc_port is None:
         return None
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no JSON, and clients can bring them about
-    from quire.server.grpc_server import GrpcServer
+    from quire.server.grpc.server import GrpcServer
 
     return GrpcServer(config, keys)
 

@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quire.request import Grammar
+from quire.core.stopping import Grammar
 from quire.server.admission import OverloadError
-from quire.server.bridge import Bridge
+from quire.server.async_engine import Bridge
 from quire.server.errors import ApiError
 from quire.server.stream import Stream
-from quire.structured import Structured
-from quire.tokenizer import Tokenizer
+from quire.structured.form import Structured
+from quire.text.tokenizer import Tokenizer
 
 NUM_THREADS = 2
 ASIDE_TIMEOUT_S = 10.0

@@ -5,7 +5,8 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-from quire.request import Request, Sequence, TokenLogprob
+from quire.core.request import Request
+from quire.core.sequence import Sequence, TokenLogprob
 
 
 class StreamError(Exception):

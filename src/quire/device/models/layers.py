@@ -36,7 +36,7 @@ Params = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelStatics:
     """What is fixed when a program is compiled: hashable, passed as a static argument."""
 
     config: ModelConfig
@@ -55,7 +55,7 @@ def decoder(
     cache: KVCache,
     tokens_T: Int[Array, " T"],
     layout: BatchLayout,
-    parts: Parts,
+    statics: ModelStatics,
 ) -> tuple[Float[Array, "T D"], KVCache]:
     """Embed, run every layer, normalise. Returns the hidden state of each packed token and the new cache.
 
@@ -63,16 +63,16 @@ def decoder(
 
     The layer is one jitted function called L times: it is traced and lowered once.
     """
-    config = parts.config
+    config = statics.config
     x_TD = params["embed"][tokens_T]
     delta_TD = jnp.zeros_like(x_TD)
     rotary = rotary_table(config, layout.positions_T)
-    call = jax.jit(layer, static_argnames=("window", "parts"))
+    call = jax.jit(layer, static_argnames=("window", "statics"))
     layers = []
     for weights, kv, window in zip(params["layers"], cache.layers, config.windows, strict=True):
-        x_TD, delta_TD, new_kv = call(weights, x_TD, delta_TD, kv, rotary, layout, window=window, parts=parts)
+        x_TD, delta_TD, new_kv = call(weights, x_TD, delta_TD, kv, rotary, layout, window=window, statics=statics)
         layers.append(new_kv)
-    _, x_TD = add_norm(x_TD, delta_TD, params["norm"], config.norm_eps, native=parts.native)
+    _, x_TD = add_norm(x_TD, delta_TD, params["norm"], config.norm_eps, native=statics.native)
     ids = cache.tokens_MZ.reshape(-1).at[layout.destinations_T].set(tokens_T, mode="drop")
     return x_TD, KVCache(layers, ids.reshape(cache.tokens_MZ.shape), cache.page_axis)
 
@@ -91,15 +91,15 @@ def decoder_layer(
     layout: BatchLayout,
     *,
     window: int | None,
-    parts: Parts,
+    statics: ModelStatics,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Layer]:
     """The residual stream plus attention of its norm, then plus the feed-forward of its norm.
 
     What the last layer adds to the stream comes with it, not yet added, and so does what this one adds.
     """
-    eps, native = parts.config.norm_eps, parts.native
+    eps, native = statics.config.norm_eps, statics.native
     x_TD, normed_TD = add_norm(x_TD, delta_TD, weights["attention_norm"], eps, native=native)
-    delta_TD, kv = attention(weights, normed_TD, kv, rotary, layout, window=window, parts=parts)
+    delta_TD, kv = attention(weights, normed_TD, kv, rotary, layout, window=window, statics=statics)
     x_TD, normed_TD = add_norm(x_TD, delta_TD, weights["mlp_norm"], eps, native=native)
     return x_TD, gated_mlp(weights, normed_TD, native=native), kv
 
@@ -112,10 +112,10 @@ def attention(
     layout: BatchLayout,
     *,
     window: int | None,
-    parts: Parts,
+    statics: ModelStatics,
 ) -> tuple[Float[Array, "T D"], Layer]:
     """Project, normalise q and k where the architecture does, rotate, attend, project back."""
-    config = parts.config
+    config = statics.config
     num_tokens, head_dim = x_TD.shape[0], config.head_dim
     qkv_TKX = linear(x_TD, weights["qkv"])
     if "qkv_bias" in weights:
@@ -126,10 +126,10 @@ def attention(
         q_TNH = rotate(rms_norm(q_TNH, weights["q_norm"], config.norm_eps), rotary)
         k_TKH = rotate(rms_norm(k_TKH, weights["k_norm"], config.norm_eps), rotary)
     else:
-        q_TNH, k_TKH, v_TKH = split_rotated(qkv_TKXH, rotary, native=parts.native)
+        q_TNH, k_TKH, v_TKH = split_rotated(qkv_TKXH, rotary, native=statics.native)
     out_TNH, kv = paged_attention(
-        parts.backend,
-        parts.mesh,
+        statics.backend,
+        statics.mesh,
         kv,
         q_TNH,
         k_TKH,

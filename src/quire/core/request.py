@@ -1,0 +1,33 @@
+"""What a client asked for: a prompt and how to continue it. Frozen."""
+
+from dataclasses import dataclass
+
+from quire.config import check_whole
+from quire.core.sampling_params import SamplingParams
+
+MAX_PRIORITY = 1 << 31
+MAX_SALT_LEN = 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a client asked for: `params.n` sequences that continue one prompt."""
+
+    id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    """Higher runs first; the same priority runs in order of arrival."""
+    cache_salt: str = ""
+    """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
+    stream: bool = False
+    """Somebody watches: hand out tokens in small groups."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str):
+            raise ValueError(f"id={self.id!r} must be a string")
+        check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
+            raise ValueError(f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters")
+        if not isinstance(self.stream, bool):
+            raise ValueError(f"stream={self.stream!r} must be True or False")

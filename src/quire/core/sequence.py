@@ -1,0 +1,270 @@
+"""One stream of tokens that answers a request: the only mutable state that the host keeps about it.
+
+Its tokens, its page table and how far its KV has been computed. Nothing here knows jax, a scheduler or text.
+
+    tokens       | prompt ................ | output ....... last |
+    positions    0                   prompt_len              len(tokens)
+    KV computed  0 ....................................... num_computed
+
+The newest token has no KV yet: that is written by the step that computes the token after it.
+"""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.errors import StateError
+from quire.core.request import Request
+from quire.core.stopping import FinishReason, Grammar, StopDetector
+
+
+class SequenceState(StrEnum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    SWAPPED = "swapped"
+    FINISHED = "finished"
+
+
+# The seeds' table; besides, an abort may end a sequence anywhere, and a swapped one may lose its host pages.
+TRANSITIONS: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.SWAPPED, SequenceState.FINISHED}),
+    SequenceState.SWAPPED: frozenset({SequenceState.RUNNING, SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+Version = int | str
+"""What the owner of a set of weights calls it."""
+
+
+class Weights(NamedTuple):
+    """Which weights compute. Every change makes others, even under a name that was there before."""
+
+    version: Version
+    change: int
+    """How often weights had been set before."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token and its log-probability, raw and processed; alternatives likeliest first.
+
+    Raw is under the model itself, what a trainer computes. Processed is under what the token was drawn from: after
+    penalties, bias, temperature and cuts (0 for a greedy token, whose choice was certain). Scored prompt tokens were
+    not drawn and have raw ones only.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    processed_logprob: float | None = None
+    processed_top: tuple[tuple[int, float], ...] = ()
+    """Only tokens that could have been drawn."""
+
+
+class TokenEvent(NamedTuple):
+    """What one committed step did to one sequence."""
+
+    sequence: "Sequence"
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None
+
+
+class Sequence:
+    """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
+
+    __slots__ = (
+        "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
+        "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
+        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent",
+        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text",
+        "tokens", "weight_versions",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        index: int,
+        arrival: int,
+        seed: int,
+        max_tokens: int,
+        eos_ids: frozenset[int] = frozenset(),
+        text: StopDetector | None = None,
+        grammar: Grammar | None = None,
+    ) -> None:
+        self.request = request
+        self.index = index
+        """Which of the request's sequences this is; draws differ by it."""
+        self.family: list[Sequence] = [self]
+        """Every sequence of a living request, but for forks that have ended; the same list for all of them."""
+        self.next_index = 1
+        """Of the first of a family: how many there have been."""
+        self.parent: Sequence | None = None
+        """Until it starts: whom it was forked from."""
+        self.num_inherited = 0
+        """Tokens it has in common with its parent."""
+        self.arrival = arrival
+        self.seed = seed
+        self.max_tokens = max_tokens
+        self.eos_ids = frozenset() if request.params.ignore_eos else eos_ids
+        self.stop_ids = [*self.eos_ids, *request.params.stop_token_ids]
+        """Token ids that end it once it has `min_tokens`."""
+        self.text = text
+        """Turns the output into text; None without a tokenizer."""
+        self.params = request.params
+        self.has_stop_strings = bool(request.params.stop_strings)
+        self.priority = request.priority
+        self.prompt_len = len(request.prompt_token_ids)
+        self.tokens = list(request.prompt_token_ids)
+        self.pages = array("i")
+        """The page table: position p lives in page `pages[p // page_size]`."""
+        self.host_pages = array("i")
+        """While swapped: where the same pages are in host memory."""
+        self.num_computed = 0
+        """Positions whose KV is in the pages."""
+        self.num_published = 0
+        """Pages at the front of the table that the prefix cache knows as these."""
+        self.num_cached_tokens = 0
+        """Positions found in the prefix cache when it first started, instead of computed."""
+        self.hash_root: bytes = b""
+        self.page_hashes: list[bytes] = []
+        """Of its full pages, as far as anybody has asked; valid under `hash_root`."""
+        self.kv_weights: Weights | None = None
+        """What computed its KV; None if there is none, or if two did."""
+        self.weight_versions: list[Version] = []
+        """For each output token, the weights it was drawn under."""
+        self.state = SequenceState.WAITING
+        self.finish_reason: FinishReason | None = None
+        self.num_stop_tokens = 0
+        """Output tokens at the end that are the stop itself and carry no text."""
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        """One entry for each prompt token scored so far (the first has nothing before it); shared by the family."""
+        self.preemptions = 0
+        self.num_failures = 0
+        """Steps that failed on the device with this sequence in them."""
+        self.grammar = grammar
+        """Constrains the output; it has read all of it."""
+        self.mask: np.ndarray | None = None
+        """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
+        if grammar is not None:
+            self.mask = self._allowed(grammar, grammar.mask())
+
+    def fork(self) -> "Sequence":
+        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        first = self.family[0]
+        child = Sequence(
+            self.request,
+            index=first.next_index,
+            arrival=self.arrival,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            eos_ids=self.eos_ids,
+            text=self.text and self.text.sibling(),
+        )
+        first.next_index += 1
+        child.family = self.family
+        child.family.append(child)
+        child.parent, child.num_inherited = self, len(self.tokens)
+        child.tokens = self.tokens.copy()
+        child.logprobs = self.logprobs.copy()
+        child.weight_versions = self.weight_versions.copy()
+        child.prompt_logprobs = self.prompt_logprobs
+        child.grammar, child.mask = self.grammar and self.grammar.copy(), self.mask
+        return child
+
+    @property
+    def name(self) -> str:
+        """What messages and maps call it: request id/index."""
+        return f"{self.request.id}/{self.index}"
+
+    def __repr__(self) -> str:
+        return f"<Sequence {self.name} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """What has been generated so far."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens have been generated so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
+        return (-self.priority, self.arrival, self.index)
+
+    @property
+    def forbidden_ids(self) -> SequenceOf[int]:
+        """Token ids that may not be drawn next, because `min_tokens` has not been reached."""
+        if self.num_output >= self.params.min_tokens:
+            return ()
+        return self.stop_ids
+
+    def move_to(self, state: SequenceState) -> None:
+        """Change state along the transition table."""
+        if state not in TRANSITIONS[self.state]:
+            raise StateError(f"sequence {self.name}: no way from {self.state} to {state}")
+        self.state = state
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the stream. The n sequences that were asked for stay in their family, a fork leaves it."""
+        self.move_to(SequenceState.FINISHED)
+        self.finish_reason = reason
+        self.parent = None
+        self.grammar = self.mask = None
+        if self.index >= self.params.n:
+            self.family.remove(self)
+
+    def stop_reason(self) -> FinishReason | None:
+        """Judge the newest output token: does the sequence end with it, and why."""
+        num_output, params = len(self.tokens) - self.prompt_len, self.params
+        if num_output >= params.min_tokens:
+            token_id = self.tokens[-1]
+            if token_id in self.eos_ids:
+                self.num_stop_tokens = 1
+                return FinishReason.EOS
+            if token_id in params.stop_token_ids:
+                self.num_stop_tokens = 1
+                return FinishReason.STOP
+            if params.stop and self._at_stop(num_output):
+                return FinishReason.STOP
+        if self.grammar is not None and (reason := self._read_on(self.grammar)):
+            return reason
+        return FinishReason.LENGTH if num_output >= self.max_tokens else None
+
+    def _at_stop(self, num_output: int) -> bool:
+        last = self.tokens[-1]
+        for stop in self.params.stop:
+            if stop[-1] == last and num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
+                self.num_stop_tokens = len(stop)
+                return True
+        return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
+
+    def _read_on(self, grammar: Grammar) -> FinishReason | None:
+        """Take the newest tokens through the grammar and find what may follow; if nothing may, the sequence ends."""
+        if not grammar.advance(self.tokens, self.prompt_len):
+            return FinishReason.ABORT
+        text = grammar.mask()
+        has_text = text.any()
+        self.mask = self._allowed(grammar, text)
+        if has_text and self.mask.any():
+            return None
+        return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
+
+    def _allowed(self, grammar: Grammar, mask: np.ndarray) -> np.ndarray:
+        """What may be drawn: text that goes on, the end where it may end, and no stop before `min_tokens`."""
+        if grammar.accepts:
+            for token_id in self.eos_ids:
+                mask[token_id >> 5] |= 1 << (token_id & 31)
+        for token_id in self.forbidden_ids:
+            mask[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
+        return mask

@@ -1,0 +1,52 @@
+"""Why a sequence ends, and what the scheduler asks of whoever reads its text: stop strings and grammars.
+
+Text and grammars live outside this column; these are their interfaces.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+    ABORT = "abort"
+
+
+class StopDetector(Protocol):
+    """What a sequence asks of whoever turns its tokens into text."""
+
+    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
+        """Read on in the output, which begins at `start`, and say whether a stop string is complete."""
+        ...
+
+    def sibling(self) -> "StopDetector":
+        """A fresh one for another sequence of the same request."""
+        ...
+
+
+class Grammar(Protocol):
+    """What a sequence asks of whoever constrains its tokens. End tokens are the sequence's own business."""
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the text may end here."""
+        ...
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, end tokens left out: bit t % 32 of word t // 32. The caller's own."""
+        ...
+
+    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
+        """Read on in the output, which begins at `start`. False if a token may not be there, or if all has failed."""
+        ...
+
+    def copy(self) -> "Grammar":
+        """Another one that has read the same."""
+        ...

@@ -1,0 +1,123 @@
+"""What an engine says of itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.core.audit import PoolStats
+from quire.core.sequence import Version
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where the time of all steps went, in seconds; subtract an earlier reading for what came after it."""
+
+    plan_s: float = 0.0
+    """Deciding who runs, and laying it out in arrays."""
+    dispatch_s: float = 0.0
+    """Handing the arrays to the device."""
+    wait_s: float = 0.0
+    """Until the device was done; what the caller did meanwhile is hidden in it."""
+    output_s: float = 0.0
+    """Judging and recording what came back."""
+
+    @property
+    def host_s(self) -> float:
+        """What the device spends waiting for the host."""
+        return self.plan_s + self.dispatch_s + self.output_s
+
+    def __sub__(self, earlier: "StepTiming") -> "StepTiming":
+        return StepTiming(
+            self.plan_s - earlier.plan_s,
+            self.dispatch_s - earlier.dispatch_s,
+            self.wait_s - earlier.wait_s,
+            self.output_s - earlier.output_s,
+        )
+
+    def __str__(self) -> str:
+        total = self.host_s + self.wait_s or 1.0
+        parts = ("plan", self.plan_s), ("dispatch", self.dispatch_s), ("wait", self.wait_s), ("output", self.output_s)
+        return ", ".join(f"{name} {seconds / total:.1%}" for name, seconds in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What all steps so far add up to; subtract an earlier reading for what came after it. Costs nothing to take."""
+
+    steps: int = 0
+    rounds: int = 0
+    rows: int = 0
+    """Rows of every step together."""
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+    timing: StepTiming = StepTiming()
+
+    def __sub__(self, earlier: "Progress") -> "Progress":
+        return Progress(
+            self.steps - earlier.steps,
+            self.rounds - earlier.rounds,
+            self.rows - earlier.rows,
+            self.computed_tokens - earlier.computed_tokens,
+            self.generated_tokens - earlier.generated_tokens,
+            self.timing - earlier.timing,
+        )
+
+
+class StepTimer:
+    """Adds the time since it was last looked at to one part of a step."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = dict.fromkeys(("plan_s", "dispatch_s", "wait_s", "output_s"), 0.0)
+        self._last = 0.0
+
+    def start(self) -> None:
+        """A step begins."""
+        self._last = self._clock()
+
+    def lap(self, part: str) -> float:
+        """A part of the step is done; returns its seconds."""
+        now = self._clock()
+        seconds, self._last = now - self._last, now
+        self._seconds[part] += seconds
+        return seconds
+
+    def read(self) -> StepTiming:
+        """The sums so far."""
+        return StepTiming(**self._seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats(PoolStats):
+    """A reading of the engine, taken between two steps."""
+
+    num_pages: int
+    num_host_pages: int
+    free_host_pages: int
+    running: int
+    waiting: int
+    """Sequences without a row; the swapped ones are not among them."""
+    swapped: int
+    steps: int
+    """Dispatches: round trips between host and device."""
+    rounds: int
+    """Rounds in all of them: a decoding sequence gets a token in each."""
+    preemptions: int
+    recomputes: int
+    """Preemptions whose pages are computed again."""
+    swaps: int
+    """Preemptions whose pages went to host memory."""
+    evictions: int
+    """Pages that the prefix cache gave up."""
+    prompt_tokens: int
+    """Prompt tokens of every request added."""
+    cached_tokens: int
+    """Positions that were found in the prefix cache, or with a relative, instead of computed."""
+    computed_tokens: int
+    """Tokens put through the model, recomputed ones included."""
+    generated_tokens: int
+    page_copies: int
+    """Pages copied because a fork began in the middle of one."""
+    weight_version: Version
+    programs: int
+    compiles_after_warmup: int
+    timing: StepTiming

@@ -1,0 +1,139 @@
+"""Between protobuf's messages and what the rest of the server speaks.
+
+A request's fields have the names of `wire`'s and go through its types: there is one place where limits are stated.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from quire.core.sequence import TokenLogprob
+from quire.core.stopping import FinishReason
+from quire.server.errors import ApiError
+from quire.server.grpc.proto import quire_pb2 as pb
+from quire.server.openai import schema
+from quire.server.stream import Stream, Update
+
+PROMPTS = ("text", "token_ids", "chat")
+FINISH_REASONS = {str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+
+
+def parse[T: Message](kind: type[T], data: bytes) -> T:
+    """A message off the wire. What it does not have is refused: a wish that is passed over in silence is no help."""
+    try:
+        message = kind.FromString(data)
+    except DecodeError:
+        raise ApiError(400, f"the message is no {kind.DESCRIPTOR.full_name}", code="invalid_message") from None
+    if unknown := [field.field_number for field in UnknownFieldSet(message)]:
+        text = f"{kind.DESCRIPTOR.full_name} has no field number {unknown[0]}"
+        raise ApiError(400, text, param=str(unknown[0]), code="unknown_field")
+    return message
+
+
+def read_request(
+    request: pb.GenerateRequest, *, model: str, max_model_len: int, stream: bool
+) -> schema.CompletionRequest | schema.ChatRequest:
+    """A request as HTTP would have brought it; raises what HTTP would have answered with."""
+    fields: dict[str, Any] = {"model": model, "stream": stream}
+    for descriptor, value in request.ListFields():  # those that are set
+        name = descriptor.name
+        if name == "structured_outputs":
+            fields[name] = _form(value)
+        elif name == "logit_bias":
+            fields[name] = dict(_few(name, value))
+        elif name in ("stop", "stop_token_ids"):
+            fields[name] = list(_few(name, value))
+        elif name not in PROMPTS:
+            fields[name] = value
+    if request.WhichOneof("prompt") == "chat":
+        messages = _few("messages", request.chat.messages)
+        fields["messages"] = [{"role": message.role, "content": message.content} for message in messages]
+        if "logprobs" in fields:
+            fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+        return msgspec.convert(fields, schema.ChatRequest)
+    if request.HasField("text"):
+        fields["prompt"] = request.text
+    if request.HasField("token_ids"):
+        fields["prompt"] = list(_few("prompt", request.token_ids.ids, max_model_len))
+    return msgspec.convert(fields, schema.CompletionRequest)
+
+
+def _few[T](name: str, values: T, limit: int = schema.MAX_MESSAGES) -> T:
+    """The same, unless so many that no type allows it: millions fit into a message, and are not worth a copy."""
+    if (count := len(values)) > limit:  # pyright: ignore[reportArgumentType]
+        code = "context_length_exceeded" if name == "prompt" else "invalid_value"
+        raise ApiError(400, f"{name}: {count:,} entries, at most {limit:,} are allowed", param=name, code=code)
+    return values
+
+
+def _form(form: pb.StructuredOutputs) -> dict[str, Any]:
+    kind = form.WhichOneof("form")
+    if kind is None:
+        return {}
+    if kind == "choice":
+        return {"choice": list(_few("structured_outputs.choice", form.choice.options))}
+    if kind != "json_schema":
+        return {kind: getattr(form, kind)}
+    try:
+        return {"json": msgspec.json.decode(form.json_schema, type=dict)}
+    except (msgspec.MsgspecError, RecursionError):
+        where = "structured_outputs.json_schema"
+        raise ApiError(400, f"{where} is no JSON object", param=where, code="invalid_value") from None
+
+
+# -- answers ----------------------------------------------------------------------------------------------------------
+
+
+def update_message(request_id: str, update: Update) -> pb.GenerateUpdate:
+    """What is new of a sequence."""
+    return pb.GenerateUpdate(request_id=request_id, **_said(update))
+
+
+def output_message(whole: Update) -> pb.Output:
+    """A whole sequence."""
+    return pb.Output(**_said(whole))
+
+
+def prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
+    """Of each token of the prompt, if they were asked for; the first has none."""
+    ids = stream.request.prompt_token_ids
+    return [
+        _logprob(entry) if entry else pb.TokenLogprob(token_id=ids[i])
+        for i, entry in enumerate(stream.prompt_logprobs or ())
+    ]
+
+
+def usage_message(stream: Stream) -> pb.Usage:
+    """Tokens that went in and came out."""
+    return pb.Usage(
+        prompt_tokens=len(stream.request.prompt_token_ids),
+        completion_tokens=stream.num_output_tokens,
+        cached_tokens=stream.num_cached_tokens,
+    )
+
+
+def _said(update: Update) -> dict[str, Any]:
+    return {
+        "index": update.index,
+        "text": update.text,
+        "token_ids": update.token_ids,
+        "logprobs": [_logprob(entry) for entry in update.logprobs],
+        "finish_reason": FINISH_REASONS[update.finish_reason] if update.finish_reason else None,
+    }
+
+
+def _logprob(entry: TokenLogprob) -> pb.TokenLogprob:
+    return pb.TokenLogprob(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top=_top(entry.top),
+        processed_logprob=entry.processed_logprob,
+        processed_top=_top(entry.processed_top),
+    )
+
+
+def _top(entries: Sequence[tuple[int, float]]) -> list[pb.TopLogprob]:
+    return [pb.TopLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in entries]

@@ -1,0 +1,386 @@
+"""The same service over gRPC, on its own port: see `proto/quire.proto`.
+
+Every method is declared as a stream of messages both ways, whatever the proto says; on the wire there is no difference,
+and so a message is read here, with a time limit, and not by grpc before anybody has looked at the call.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2
+
+from quire import __version__
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError, as_api_error
+from quire.server.grpc.messages import (
+    output_message,
+    parse,
+    prompt_logprobs,
+    read_request,
+    update_message,
+    usage_message,
+)
+from quire.server.grpc.proto import quire_pb2 as pb
+from quire.server.keys import Keys
+from quire.server.openai import schema
+from quire.server.openai.parse import read_chat, read_completion
+from quire.server.service import Caller, Service
+from quire.server.stream import Stream, Update
+
+NAME = pb.DESCRIPTOR.services_by_name["Quire"].full_name
+HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+PUBLIC = frozenset({f"/{HEALTH}/Check", f"/{HEALTH}/Watch"})
+"""Methods that need no key."""
+STATUS = {
+    400: grpc.StatusCode.INVALID_ARGUMENT,
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    408: grpc.StatusCode.DEADLINE_EXCEEDED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    499: grpc.StatusCode.CANCELLED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
+MAX_METADATA_BYTES = 16 << 10
+MAX_WATCHERS = 64
+"""Of health at once: watching needs no key, and must not use up the calls of those who have one."""
+WATCH_EVERY_S = 0.25
+KEEPALIVE_S = 60
+IDLE_S = 600
+"""For which a connection may be open without a call; clients open another one by themselves."""
+AGE_S = 3600
+"""After which a connection takes no more calls; those it has may take as long as any."""
+STOP_S = 2.0
+MAX_OPTION = (1 << 31) - 1
+
+_access_log = logging.getLogger("quire.access")
+
+Call = grpc.aio.ServicerContext
+Method = Callable[[Any, Call], Awaitable[None]]
+
+
+class GrpcServer:
+    """One port. It is taken when this is made, and answers from `start` on."""
+
+    def __init__(self, config: ServerConfig, keys: Keys) -> None:
+        self._config = config
+        self._door = Door(keys)
+        # One connection carries many calls, where one of HTTP/1.1 carries one: the same number bounds both.
+        self._server = grpc.aio.server(
+            interceptors=[self._door], options=_options(config), maximum_concurrent_rpcs=config.max_connections
+        )
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        try:
+            self.port = self._server.add_insecure_port(f"{host}:{config.grpc_port}")
+        except RuntimeError:
+            raise ValueError(f"--grpc-port {config.grpc_port} on {config.host} cannot be listened on") from None
+        self.address = f"{host}:{self.port}"
+
+    async def start(self, service: Service) -> None:
+        """Answer."""
+        for name, calls in (
+            (NAME, Methods(service, self._config, self._door)),
+            (HEALTH, Health(service, self._config)),
+        ):
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, calls.handlers()),))
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Close the port; what has been said has a moment to be read."""
+        await self._server.stop(STOP_S)
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    options = [
+        ("grpc.max_receive_message_length", config.max_body_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", config.max_connections),
+        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.server_handshake_timeout_ms", config.read_timeout_s * 1000),
+        ("grpc.max_connection_idle_ms", IDLE_S * 1000),
+        ("grpc.max_connection_age_ms", AGE_S * 1000),
+        ("grpc.max_connection_age_grace_ms", config.request_timeout_s * 1000),
+        # A peer that is gone without a word is found out, and its requests end.
+        ("grpc.keepalive_time_ms", KEEPALIVE_S * 1000),
+        ("grpc.keepalive_timeout_ms", config.read_timeout_s * 1000),
+        ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a small message may not become a large one
+        ("grpc.so_reuseport", 0),  # a port that is taken is an error
+    ]
+    return [(name, min(value, MAX_OPTION)) for name, value in options]
+
+
+# -- who asks ---------------------------------------------------------------------------------------------------------
+
+
+class Door(grpc.aio.ServerInterceptor):
+    """Stands before every method, those that do not exist too: without a good key nothing is told apart.
+
+    Where there are no keys the port is on loopback. Web pages, which HTTP has to turn away there, cannot speak to it.
+    """
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+        self._closed = grpc.stream_stream_rpc_method_handler(_refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler | None:
+        """The method's handler, or one that refuses."""
+        details: Any = handler_call_details
+        if details.method not in PUBLIC and self.find(details.invocation_metadata) is None:
+            _log_call("closed", grpc.StatusCode.UNAUTHENTICATED, 0.0)
+            return self._closed
+        return await continuation(handler_call_details)
+
+    def find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
+        """Who asks, by a call's metadata; None for nobody who may."""
+        if not len(self._keys):
+            return Caller()
+        given = [str(value) for name, value in metadata or () if name == "authorization"]
+        tenant = self._keys.find_bearer(given[0]) if len(given) == 1 else None
+        return None if tenant is None else Caller(tenant)
+
+
+async def _refuse(requests: AsyncIterator[bytes], call: Call) -> None:
+    text = "no valid API key: send it as metadata, 'authorization: Bearer KEY'"
+    await call.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+
+# -- one call ---------------------------------------------------------------------------------------------------------
+
+
+class Calls:
+    """How a call of any service is read, answered and logged."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """For grpc, by the name of the method."""
+        raise NotImplementedError
+
+    def _handler(self, path: str, kind: type[Message], method: Method) -> grpc.RpcMethodHandler:
+        async def answer(requests: AsyncIterator[bytes], call: Call) -> None:
+            start, code = time.perf_counter(), grpc.StatusCode.OK
+            try:
+                await method(await self._read(kind, call), call)
+            except (asyncio.CancelledError, grpc.aio.BaseError):  # the client is gone, or the server
+                code = grpc.StatusCode.CANCELLED
+                raise
+            except Exception as error:
+                told = as_api_error(error)
+                code = STATUS.get(told.status, grpc.StatusCode.INTERNAL)
+                await self._fail(call, told, code)
+            finally:
+                _log_call(path, code, time.perf_counter() - start)
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+    async def _read(self, kind: type[Message], call: Call) -> Message:
+        try:
+            async with asyncio.timeout(self._config.read_timeout_s):
+                data = await call.read()
+        except TimeoutError:
+            raise ApiError(408, f"the message took more than {self._config.read_timeout_s} s") from None
+        if data is grpc.aio.EOF:  # pyright: ignore[reportAttributeAccessIssue]
+            raise ApiError(400, f"the call has no {kind.DESCRIPTOR.full_name}", code="invalid_message")
+        return parse(kind, data)
+
+    async def _write(self, call: Call, message: Message) -> None:
+        """Ends when the client's flow control has let it through."""
+        try:
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await call.write(message.SerializeToString())
+        except TimeoutError:
+            raise ApiError(499, f"nothing was read for {self._config.write_timeout_s} s", code="cancelled") from None
+
+    async def _fail(self, call: Call, told: ApiError, code: grpc.StatusCode) -> None:
+        trailing = [(name.lower(), value) for name, value in told.headers.items()]
+        trailing += [(name, value) for name, value in (("quire-field", told.param), ("quire-code", told.code)) if value]
+        # To one who does not read, the status cannot be told either. The request has ended; its stream stays open until
+        # its connection ends, and counts as a call.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.write_timeout_s):
+                await call.abort(code, told.message, tuple(trailing))
+
+
+# -- how it is --------------------------------------------------------------------------------------------------------
+
+
+class Health(Calls):
+    """`grpc.health.v1.Health`: whether a request would be taken.
+
+    Not the one that comes with grpc: in there a watcher that does not read keeps everybody's status from changing.
+    """
+
+    def __init__(self, service: Service, config: ServerConfig) -> None:
+        super().__init__(config)
+        self._bridge = service.bridge
+        self._num_watching = 0
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """For grpc, by name."""
+        return {
+            "Check": self._handler(f"/{HEALTH}/Check", health_pb2.HealthCheckRequest, self.check),
+            "Watch": self._handler(f"/{HEALTH}/Watch", health_pb2.HealthCheckRequest, self.watch),
+        }
+
+    async def check(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
+        """Now."""
+        if (status := self._status(request.service)) == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            raise ApiError(404, "there is no such service", param="service")
+        await self._write(call, health_pb2.HealthCheckResponse(status=status))
+
+    async def watch(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
+        """Now, and whenever it changes."""
+        if self._num_watching >= MAX_WATCHERS:
+            raise ApiError(429, f"{MAX_WATCHERS} watch already, and no more may", headers={"Retry-After": "60"})
+        self._num_watching += 1
+        told = None
+        try:
+            while True:
+                if (status := self._status(request.service)) != told:
+                    await self._write(call, health_pb2.HealthCheckResponse(status=status))
+                told = status
+                await asyncio.sleep(WATCH_EVERY_S)
+        finally:
+            self._num_watching -= 1
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        kinds = health_pb2.HealthCheckResponse
+        if name not in ("", NAME):
+            return kinds.SERVICE_UNKNOWN
+        return kinds.SERVING if self._bridge.is_ready else kinds.NOT_SERVING
+
+
+# -- what can be asked ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A call between its arrival and its end."""
+
+    stream: Stream | None = None
+    is_aborted: bool = False
+
+
+class Methods(Calls):
+    """`quire.v1.Quire`."""
+
+    def __init__(self, service: Service, config: ServerConfig, door: Door) -> None:
+        super().__init__(config)
+        self._service = service
+        self._door = door
+        self._running: dict[tuple[str, str], list[_Running]] = {}
+        """By tenant and request id. Clients choose the ids, so that two calls may have the same."""
+
+    def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
+        """For grpc, by name."""
+        return {
+            "Generate": self._handler(f"/{NAME}/Generate", pb.GenerateRequest, self.generate),
+            "Run": self._handler(f"/{NAME}/Run", pb.GenerateRequest, self.run),
+            "Abort": self._handler(f"/{NAME}/Abort", pb.AbortRequest, self.abort),
+            "GetModel": self._handler(f"/{NAME}/GetModel", pb.GetModelRequest, self.get_model),
+        }
+
+    async def generate(self, request: pb.GenerateRequest, call: Call) -> None:
+        """Updates as they come."""
+        async with self._submitted(request, call, stream=True) as (request_id, stream):
+            left = stream.request.params.n
+            async for updates in stream:
+                for update in updates:
+                    left -= update.finish_reason is not None
+                    message = update_message(request_id, update)
+                    if not left:
+                        message.usage.CopyFrom(usage_message(stream))
+                        message.prompt_logprobs.extend(prompt_logprobs(stream))
+                    await self._write(call, message)
+
+    async def run(self, request: pb.GenerateRequest, call: Call) -> None:
+        """All of it at once."""
+        async with self._submitted(request, call, stream=False) as (request_id, stream):
+            wholes: dict[int, Update] = {}
+            async for updates in stream:
+                for update in updates:
+                    wholes.setdefault(update.index, Update(update.index)).add(update)
+            message = pb.GenerateResponse(
+                request_id=request_id,
+                outputs=[output_message(whole) for _, whole in sorted(wholes.items())],
+                usage=usage_message(stream),
+                prompt_logprobs=prompt_logprobs(stream),
+            )
+        await self._write(call, message)
+
+    async def abort(self, request: pb.AbortRequest, call: Call) -> None:
+        """End the caller's requests of this name."""
+        running = self._running.get((self._caller(call).tenant, request.request_id), [])
+        for one in running:
+            one.is_aborted = True
+            if one.stream:
+                one.stream.cancel()
+        await self._write(call, pb.AbortResponse(num_aborted=len(running)))
+
+    async def get_model(self, request: pb.GetModelRequest, call: Call) -> None:
+        """What is here."""
+        engine = self._service.bridge.llm.engine
+        message = pb.GetModelResponse(
+            name=self._service.model_name,
+            max_model_len=self._service.max_model_len,
+            vocab_size=engine.model.vocab_size,
+            eos_token_ids=sorted(engine.eos_ids),
+            version=__version__,
+        )
+        await self._write(call, message)
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, request: pb.GenerateRequest, call: Call, *, stream: bool
+    ) -> AsyncIterator[tuple[str, Stream]]:
+        """A request under way, and its id. However this is left, the request has ended then."""
+        service, caller = self._service, self._caller(call)
+        asked = read_request(request, model=service.model_name, max_model_len=service.max_model_len, stream=stream)
+        request_id = asked.request_id = asked.request_id or f"gen-{uuid.uuid4().hex}"
+        running, name = _Running(), (caller.tenant, request_id)
+        self._running.setdefault(name, []).append(running)
+        try:
+            if isinstance(asked, schema.ChatRequest):
+                read = await read_chat(service, asked, caller)
+            else:
+                read = await read_completion(service, asked, caller, default_max_tokens=None)
+            grammar = await service.compile(read.structured, read.requests[0].cache_salt)
+            (running.stream,) = service.bridge.submit(read.requests, timeout_s=self._timeout_s(call), grammar=grammar)
+            if running.is_aborted:  # while it was read
+                running.stream.cancel()
+            yield request_id, running.stream
+        finally:
+            if running.stream:
+                running.stream.cancel()
+            self._running[name].remove(running)
+            if not self._running[name]:
+                del self._running[name]
+
+    def _caller(self, call: Call) -> Caller:
+        caller = self._door.find(call.invocation_metadata())  # pyright: ignore[reportArgumentType]
+        if caller is None:
+            raise ApiError(401, "no valid API key")
+        return caller
+
+    def _timeout_s(self, call: Call) -> float:
+        """Until the client's deadline, if it has one, and the server's own."""
+        remaining: float | None = call.time_remaining()
+        limit = float(self._config.request_timeout_s)
+        return limit if remaining is None else min(remaining, limit)
+
+
+def _log_call(path: str, code: grpc.StatusCode, seconds: float) -> None:
+    _access_log.info("call", extra={"path": path, "status": code.name, "ms": round(seconds * 1e3, 1)})

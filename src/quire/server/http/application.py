@@ -1,0 +1,49 @@
+"""Routes as an ASGI application: behind the guard, with every error in OpenAI's shape."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire.server.admission import OverloadError
+from quire.server.async_engine import UnavailableError
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError, as_api_error
+from quire.server.http.guard import Guard
+from quire.server.keys import Keys
+from quire.server.stream import StreamError
+
+
+def guarded(routes: Sequence[Route], keys: Keys, config: ServerConfig, *, public: frozenset[str]) -> Guard:
+    """The application of one port; `public` are the paths that need no key."""
+    # By name, because Starlette raises again what only `Exception` catches.
+    kinds = (
+        ApiError, OverloadError, UnavailableError, StreamError, ClientDisconnect, RecursionError, ValueError, Exception,
+    )  # fmt: skip
+    handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return Guard(app, keys, config, public)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """An answer; bytes are JSON already."""
+    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _error(request: HttpRequest, error: Exception) -> Response:
+    told = as_api_error(error)
+    return json_response(told.body, told.status, told.headers)
+
+
+async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
+    messages = {404: "there is no such route", 405: f"this route does not take {request.method}"}
+    told = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=dict(error.headers or {}))
+    return await _error(request, told)

@@ -1,0 +1,1 @@
+"""Watching a server: metrics, traces, logs and the page at /debug."""

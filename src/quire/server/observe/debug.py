@@ -1,0 +1,267 @@
+"""The administrator's port: every page, a trace of the last minutes, and the calls that are not for everybody.
+
+It listens on loopback, has keys of its own, and tells who asks what runs, never what was said: no text, no token, no
+hash. The page at `/debug` is only a shell without any data, so a browser may load it without a key; the key is typed
+into it, and every number it shows is asked for with that key.
+"""
+
+import asyncio
+import base64
+import hashlib
+import logging
+import re
+import time
+from dataclasses import asdict
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.core.errors import AuditError
+from quire.core.page_map import PoolSnapshot, SequenceSnapshot, snapshot
+from quire.engine.engine import Engine
+from quire.engine.stats import EngineStats
+from quire.server.config import ServerConfig
+from quire.server.errors import ApiError
+from quire.server.http.application import guarded, json_response
+from quire.server.http.guard import Guard
+from quire.server.keys import Keys
+from quire.server.observe.trace_log import LONGEST_S, TraceLog
+from quire.server.service import Service
+from quire.server.stream import Stream
+
+SHELL = frozenset({"/debug"})
+"""The one route of this port that needs no key."""
+MAX_WAITING = 256
+"""Sequences listed of those that wait."""
+MAX_PAGES = 1 << 17
+"""Pages listed of each tier."""
+FRESH_S = 0.2
+"""Whoever asks again so soon is told the same: however many watch, the engine is asked five times a second."""
+AUDIT_TIMEOUT_S = 60.0
+ENGINE_TIMEOUT_S = 2.0
+
+_log = logging.getLogger("quire.admin")
+
+
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """What `/admin/abort` is told."""
+
+    request_id: str
+
+
+class Admin:
+    """The routes of the administrator's port."""
+
+    def __init__(self, service: Service, config: ServerConfig, trace_log: TraceLog) -> None:
+        self.service = service
+        self.config = config
+        self.trace_log = trace_log
+        self._latest = b""
+        self._taken_at = 0.0
+        self._taking = asyncio.Lock()
+
+    def app(self, keys: Keys) -> Guard:
+        """An ASGI application: the guard, then the routes."""
+        routes = [
+            Route("/debug", self.shell),
+            Route("/debug/pages", self.pages),
+            Route("/debug/trace", self.trace),
+            Route("/admin/clear_prefix_cache", self.clear_prefix_cache, methods=["POST"]),
+            Route("/admin/abort_all", self.abort_all, methods=["POST"]),
+            Route("/admin/abort", self.abort, methods=["POST"]),
+            Route("/admin/audit", self.audit, methods=["POST"]),
+        ]
+        return guarded(routes, keys, self.config, public=SHELL)
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+
+    async def shell(self, request: HttpRequest) -> Response:
+        """`/debug`: the page, without data."""
+        html, policy = _shell()
+        headers = {
+            "Content-Security-Policy": policy,
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+        }
+        return Response(html, media_type="text/html", headers=headers)
+
+    async def pages(self, request: HttpRequest) -> Response:
+        """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""
+        async with self._taking:
+            if time.monotonic() - self._taken_at > FRESH_S:
+                self._latest = await self._take()
+                self._taken_at = time.monotonic()
+        return json_response(self._latest)
+
+    async def _take(self) -> bytes:
+        def take(engine: Engine) -> tuple[EngineStats, PoolSnapshot]:
+            return engine.stats(), snapshot(engine.scheduler, MAX_WAITING)
+
+        stats, sight = await self._call(take, ENGINE_TIMEOUT_S)
+        bridge, admission = self.service.bridge, self.service.bridge.admission
+        server = {
+            "model": self.service.model_name,
+            "version": __version__,
+            "is_ready": bridge.is_ready,
+            "last_step_age_s": round(bridge.beat_age, 3),
+            "requests": bridge.num_streams,
+            "requests_waiting": admission.num_waiting,
+            "rejections": admission.num_rejected,
+            "failed_steps": bridge.num_failed_steps,
+        }
+        # Off the event loop: of a large pool this takes as long as a step.
+        return await asyncio.to_thread(self._describe, server, stats, sight, bridge.streams)
+
+    def _describe(self, server: dict, stats: EngineStats, sight: PoolSnapshot, streams: list[Stream]) -> bytes:
+        now = time.monotonic()
+        ages = {stream.request.id: now - stream.times.arrived for stream in streams}
+        view = {
+            "time": round(time.time(), 3),
+            "server": server,
+            "stats": asdict(stats),
+            "page_size": sight.page_size,
+            "sequences": [_sequence(one, ages.get(one.request_id)) for one in sight.sequences],
+            "num_waiting": sight.num_waiting,
+            "tiers": {
+                "device": _tier(sight, sight.refcounts, "running", sight.idle, ages),
+                "host": _tier(sight, sight.host_refcounts, "swapped", sight.idle[:0], ages),
+            },
+            "history": self.trace_log.history(now),
+        }
+        return msgspec.json.encode(view)
+
+    async def trace(self, request: HttpRequest) -> Response:
+        """`/debug/trace?seconds=N`: for ui.perfetto.dev."""
+        asked = request.query_params.get("seconds", "30")
+        if not re.fullmatch(r"[0-9]{1,3}", asked) or not 1 <= int(asked) <= LONGEST_S:
+            raise ApiError(400, f"seconds must be a whole number from 1 to {LONGEST_S}", param="seconds")
+        streams = self.service.bridge.streams
+
+        def make() -> bytes:
+            return msgspec.json.encode(self.trace_log.trace(int(asked), streams))
+
+        headers = {"Content-Disposition": 'attachment; filename="quire-trace.json"'}
+        return json_response(await asyncio.to_thread(make), headers=headers)
+
+    # -- doing --------------------------------------------------------------------------------------------------------
+
+    async def clear_prefix_cache(self, request: HttpRequest) -> Response:
+        """`/admin/clear_prefix_cache`: cached pages that no sequence holds are free from now on."""
+        freed = await self._call(lambda engine: engine.clear_prefix_cache())
+        _log.info("prefix cache cleared", extra={"pages": freed})
+        return json_response({"freed_pages": freed})
+
+    async def abort_all(self, request: HttpRequest) -> Response:
+        """`/admin/abort_all`: every request ends with an error; new ones are taken as before."""
+        aborted = self.service.bridge.abort_all()
+        _log.info("all requests aborted", extra={"requests": aborted})
+        return json_response({"aborted_requests": aborted})
+
+    async def abort(self, request: HttpRequest) -> Response:
+        """`/admin/abort`: one request ends with an error."""
+        asked = msgspec.json.decode(await request.body(), type=AbortRequest)
+        if not self.service.bridge.abort(asked.request_id):
+            raise ApiError(404, "there is no such request", param="request_id")
+        _log.info("request aborted")
+        return json_response({"aborted_requests": 1})
+
+    async def audit(self, request: HttpRequest) -> Response:
+        """`/admin/audit`: check every page and every sequence. The engine stands still meanwhile."""
+
+        def run(engine: Engine) -> str | None:
+            try:
+                engine.audit()
+            except AuditError as error:
+                return str(error)
+            return None
+
+        finding = await self._call(run, AUDIT_TIMEOUT_S)
+        _log.info("audit", extra={"is_sound": finding is None})
+        return json_response({"is_sound": finding is None, "finding": finding})
+
+    async def _call(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> Any:
+        try:
+            return await self.service.bridge.call(function, timeout_s)
+        except TimeoutError:
+            raise ApiError(503, "the engine does not answer", code="unavailable") from None
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+
+
+def _sequence(one: SequenceSnapshot, age_s: float | None) -> dict[str, Any]:
+    return {
+        "request": one.request_id,
+        "index": one.index,
+        "state": one.state,
+        "age_s": None if age_s is None else round(age_s, 3),
+        "prompt_tokens": one.prompt_len,
+        "output_tokens": one.num_output,
+        "max_tokens": one.max_tokens,
+        "computed_tokens": one.num_computed,
+        "cached_tokens": one.num_cached_tokens,
+        "preemptions": one.preemptions,
+        "pages": len(one.pages) // 4,
+    }
+
+
+def _tier(sight: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarray, ages: dict[str, float]) -> dict:
+    """Columns of equal length, one entry for each page that is not free.
+
+    The age of a page that is held is that of the request that has held it longest; one that only the prefix cache
+    holds has a place in the order of eviction instead, 0 for the next to go.
+    """
+    listed = np.flatnonzero(refcounts)[:MAX_PAGES]
+    at = np.full(len(refcounts), -1, np.int64)
+    at[listed] = np.arange(len(listed))
+    owners: list[list[int]] = [[] for _ in listed]
+    fill = np.zeros(len(listed), np.int64)
+    age = np.full(len(listed), -1.0)
+    for number, one in enumerate(sight.sequences):
+        if one.state != state:
+            continue
+        table = np.frombuffer(one.pages, np.int32)
+        filled = np.clip(one.num_computed - sight.page_size * np.arange(len(table)), 0, sight.page_size)
+        here = at[table]
+        table_at, filled = here[here >= 0], filled[here >= 0]
+        fill[table_at] = np.maximum(fill[table_at], filled)
+        age[table_at] = np.maximum(age[table_at], ages.get(one.request_id, -1.0))
+        for i in table_at.tolist():
+            owners[i].append(number)
+    eviction = np.full(len(listed), -1, np.int64)
+    idle_at = at[idle]
+    eviction[idle_at[idle_at >= 0]] = np.flatnonzero(idle_at >= 0)
+    fill[eviction >= 0] = sight.page_size
+    return {
+        "num_pages": len(refcounts),
+        "is_complete": len(listed) == int(np.count_nonzero(refcounts)),
+        "page": listed.tolist(),
+        "owners": owners,
+        "refcount": refcounts[listed].tolist(),
+        "fill": fill.tolist(),
+        "age_s": [None if value < 0 else round(value, 2) for value in age.tolist()],
+        "eviction": [None if value < 0 else value for value in eviction.tolist()],
+    }
+
+
+@cache
+def _shell() -> tuple[str, str]:
+    """The page, and the policy that lets it run nothing but its own script and ask nobody but this server."""
+    html = files("quire.server.observe").joinpath("debug.html").read_text(encoding="utf-8")
+
+    def source(tag: str) -> str:
+        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    policy = (
+        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy

@@ -1,0 +1,221 @@
+"""Prometheus metrics: ours, and those of vLLM's that gateways and dashboards read, from the same numbers."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.engine.engine import Engine
+from quire.engine.stats import EngineStats
+from quire.server.stream import Stream
+
+if TYPE_CHECKING:
+    from quire.server.async_engine import Bridge
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
+READ_TIMEOUT_S = 2.0
+VLLM_REASONS = {
+    "eos": "stop",
+    "stop": "stop",
+    "length": "length",
+    "cancelled": "abort",
+    "deadline": "abort",
+    "unavailable": "abort",
+    "invalid": "error",
+    "error": "error",
+}
+"""How a sequence ends -> what vLLM calls it."""
+
+VLLM_NAMES = {
+    "quire_requests_waiting": "num_requests_waiting",
+    "quire_sequences_running": "num_requests_running",
+    "quire_pages_usage_ratio": "kv_cache_usage_perc",
+    "quire_preemptions": "num_preemptions",
+    "quire_prompt_tokens": "prompt_tokens",
+    "quire_generated_tokens": "generation_tokens",
+    "quire_prefix_query_tokens": "prefix_cache_queries",
+    "quire_prefix_hit_tokens": "prefix_cache_hits",
+    "quire_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "quire_inter_token_seconds": "inter_token_latency_seconds",
+    "quire_request_seconds": "e2e_request_latency_seconds",
+    "quire_queue_seconds": "request_queue_time_seconds",
+    "quire_prefill_seconds": "request_prefill_time_seconds",
+    "quire_decode_seconds": "request_decode_time_seconds",
+}
+"""Ours -> what vLLM calls the same."""
+
+
+class Metrics:
+    """What is counted as it happens, and the engine's own readings when somebody asks."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._bridge: Bridge | None = None
+        self._page: Collector = self.registry
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+            return Histogram(f"quire_{name}_seconds", text, registry=self.registry, buckets=buckets)
+
+        self._first_token = histogram("time_to_first_token", "from arrival to the first token")
+        self._per_token = histogram("inter_token", "between two tokens of a sequence", STEP_SECONDS)
+        self._total = histogram("request", "from arrival to the end")
+        self._queued = histogram("queue", "from arrival to the first step")
+        self._prefill = histogram("prefill", "from the first step to the first token")
+        self._decode = histogram("decode", "from the first token to the last")
+        self._step = histogram("step", "one step: plan, dispatch, wait, output", STEP_SECONDS)
+        text = "sequences that ended, by how"
+        self._ends = Counter("quire_sequences_ended", text, ["finish_reason"], registry=self.registry)
+        for reason in VLLM_REASONS:  # there from the start: the first one of a kind is a rise from 0
+            self._ends.labels(reason)
+        ProcessCollector(registry=self.registry)
+
+    def watch(self, bridge: "Bridge", model_name: str) -> None:
+        """From now on this engine is read."""
+        self._bridge = bridge
+        self._readings = _Readings(bridge)
+        self.registry.register(self._readings)
+        self._page = _Page(self.registry, model_name, bridge.llm.engine)
+
+    def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
+        """Tokens have come: `count` rounds of one dispatch, as far apart as they were computed."""
+        times, before = stream.times, stream.token_times.get(index)
+        if before is not None:
+            for _ in range(count):
+                self._per_token.observe((now - before) / count)
+        if not times.first_token:
+            self._first_token.observe(now - times.arrived)
+            if times.started:
+                self._queued.observe(times.started - times.arrived)
+                self._prefill.observe(now - times.started)
+
+    def on_end(self, stream: Stream, failure: str | None) -> None:
+        """A stream is over."""
+        times = stream.times
+        self._total.observe(times.finished - times.arrived)
+        if times.first_token:
+            self._decode.observe(times.last_token - times.first_token)
+        for reason in stream.finish_reasons.values():
+            self._ends.labels(reason).inc()
+        if failure:
+            self._ends.labels(failure).inc(stream.request.params.n - len(stream.finish_reasons))
+
+    def on_step(self, engine: Engine, start: float, end: float, is_failed: bool) -> None:
+        """A step is over."""
+        self._step.observe(end - start)
+
+    async def read(self) -> tuple[bytes, str]:
+        """The page that Prometheus reads. If the engine does not answer, its last readings stand."""
+        if self._bridge is not None:
+            with contextlib.suppress(TimeoutError):
+                self._readings.stats = await self._bridge.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
+        return generate_latest(self._page), CONTENT_TYPE_LATEST
+
+
+class _Readings(Collector):
+    """The engine's state as gauges and counters."""
+
+    def __init__(self, bridge: "Bridge") -> None:
+        self._bridge = bridge
+        self.stats: EngineStats | None = None
+
+    def collect(self) -> Iterator[Metric]:
+        bridge, admission, stats = self._bridge, self._bridge.admission, self.stats
+        yield _gauge("quire_last_step_age_seconds", "since the engine last showed itself", bridge.beat_age)
+        yield _gauge("quire_healthy", "1 while the engine steps", float(bridge.is_healthy))
+        yield _gauge("quire_ready", "1 while requests are taken", float(bridge.is_ready))
+        yield _gauge("quire_requests_open", "requests that have not ended", bridge.num_streams)
+        yield _gauge("quire_requests_waiting", "requests without a row", admission.num_waiting)
+        yield _gauge("quire_requests_waiting_limit", "how many may wait", admission.max_requests)
+        yield _gauge("quire_waiting_tokens", "tokens they may come to", admission.num_waiting_tokens)
+        yield _gauge("quire_waiting_tokens_limit", "how many these may be", admission.max_tokens)
+        yield _counter("quire_rejections", "requests told to come again", admission.num_rejected)
+        yield _counter("quire_failed_steps", "steps that raised an error", bridge.num_failed_steps)
+        if stats is None:
+            return
+        held = stats.held_pages
+        yield _gauge("quire_pages", "pages of the pool", stats.num_pages)
+        yield _gauge("quire_pages_free", "pages nobody holds", stats.free_pages)
+        yield _gauge("quire_pages_cached", "pages that only the prefix cache holds", stats.cached_pages)
+        yield _gauge("quire_pages_held", "pages that sequences hold", held)
+        yield _gauge("quire_pages_shared", "pages that more than one sequence holds", stats.shared_pages)
+        yield _gauge("quire_pages_usage_ratio", "share of pages that sequences hold", held / stats.num_pages)
+        yield _gauge("quire_pages_largest_refcount", "holders of the most shared page", stats.max_refcount)
+        yield _gauge("quire_pages_leaked", "pages that count as held and are in no table: 0", stats.leaked_pages)
+        yield _gauge("quire_host_pages", "pages in host memory", stats.num_host_pages)
+        yield _gauge("quire_host_pages_free", "those that nobody holds", stats.free_host_pages)
+        yield _gauge("quire_sequences_running", "sequences with a row", stats.running)
+        yield _gauge("quire_sequences_waiting", "sequences without one", stats.waiting)
+        yield _gauge("quire_sequences_swapped", "sequences in host memory", stats.swapped)
+        yield _counter("quire_steps", "dispatches", stats.steps)
+        yield _counter("quire_rounds", "rounds in all of them", stats.rounds)
+        yield _counter("quire_preemptions", "sequences that lost their row", stats.preemptions)
+        yield _counter("quire_swaps", "those whose pages went to host memory", stats.swaps)
+        yield _counter("quire_prefix_evictions", "cached pages given up", stats.evictions)
+        yield _counter("quire_prompt_tokens", "prompt tokens of all requests", stats.prompt_tokens)
+        yield _counter("quire_prefix_query_tokens", "prompt tokens looked up in the prefix cache", stats.prompt_tokens)
+        yield _counter("quire_prefix_hit_tokens", "those found there", stats.cached_tokens)
+        yield _counter("quire_computed_tokens", "tokens put through the model", stats.computed_tokens)
+        yield _counter("quire_generated_tokens", "tokens drawn", stats.generated_tokens)
+        yield _gauge("quire_programs", "compiled programs", stats.programs)
+        yield _counter("quire_compiles_after_warmup", "programs compiled while serving", stats.compiles_after_warmup)
+        for part in ("plan", "dispatch", "wait", "output"):
+            seconds = getattr(stats.timing, f"{part}_s")
+            yield _counter(f"quire_step_{part}_seconds", "where the time of steps goes", seconds)
+
+
+class _Page(Collector):
+    """Everything, and what vLLM knows too under its names, with the label that its dashboards choose a model by."""
+
+    def __init__(self, registry: CollectorRegistry, model_name: str, engine: Engine) -> None:
+        self._registry = registry
+        self._labels = {"model_name": model_name}
+        pool = [str(engine.config.page_size), str(engine.scheduler.tables.allocator.num_pages)]
+        self._pool = GaugeMetricFamily("vllm:cache_config_info", "the pool", labels=["block_size", "num_gpu_blocks"])
+        self._pool.add_metric(pool, 1)
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            if name := VLLM_NAMES.get(metric.name):
+                yield self._renamed(metric, f"vllm:{name}")
+            elif metric.name == "quire_sequences_ended":
+                yield self._successes(metric)
+        yield self._pool
+
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        other = Metric(name, metric.documentation, metric.type)
+        for sample in metric.samples:
+            suffix = sample.name.removeprefix(metric.name)
+            if suffix != "_created":
+                other.add_sample(name + suffix, sample.labels | self._labels, sample.value)
+        return other
+
+    def _successes(self, metric: Metric) -> Metric:
+        successes = CounterMetricFamily("vllm:request_success", metric.documentation)
+        counts: dict[str, float] = {}
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                reason = VLLM_REASONS.get(sample.labels["finish_reason"], "error")
+                counts[reason] = counts.get(reason, 0) + sample.value
+        for reason, count in counts.items():
+            successes.add_sample("vllm:request_success_total", {"finished_reason": reason} | self._labels, count)
+        return successes
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name, text, value=value)

@@ -1,0 +1,248 @@
+"""OpenAI's shapes on the way out: from the engine's updates to the JSON that clients read."""
+
+import time
+import uuid
+from typing import Any
+
+from quire.core.sequence import TokenLogprob
+from quire.server.openai import schema
+from quire.server.openai.tools import ToolParser
+from quire.server.service import Service
+from quire.server.stream import Stream, Update
+from quire.text.tokenizer import Tokenizer
+
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Answer:
+    """What completions and chats have in common."""
+
+    object_name: str
+    chunk_name: str
+    id_prefix: str
+
+    def __init__(self, service: Service, asked: schema.Sampling) -> None:
+        self.service = service
+        self.tokenizer: Tokenizer | None = service.bridge.llm.engine.tokenizer
+        self.id = asked.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.n = asked.n or 1
+        self.return_token_ids = bool(asked.return_token_ids)
+        self.prompt_logprobs = bool(asked.prompt_logprobs)
+
+    def head(self, name: str) -> dict[str, Any]:
+        """What every object of this answer begins with."""
+        return {"id": self.id, "object": name, "created": self.created, "model": self.service.model_name}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One event of a stream."""
+        return self.head(self.chunk_name) | {"choices": choices}
+
+    def body(self, streams: list[Stream], wholes: list[dict[int, Update]]) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = [
+            self.choice(i, streams[i], whole)
+            for i, updates in enumerate(wholes)
+            for _, whole in sorted(updates.items())
+        ]
+        return self.head(self.object_name) | {"choices": choices, "usage": usage(streams)}
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Choices of the stream's first chunk, before anything has been drawn."""
+        return []
+
+    def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
+        """A whole choice."""
+        raise NotImplementedError
+
+    def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
+        """What is new of a choice; None for nothing that shows."""
+        raise NotImplementedError
+
+    def _extras(self, stream: Stream, update: Update, *, is_whole: bool) -> dict[str, Any]:
+        extras: dict[str, Any] = {}
+        if self.return_token_ids:
+            extras["token_ids"] = update.token_ids
+            if is_whole or update.finish_reason:
+                extras["prompt_token_ids"] = list(stream.request.prompt_token_ids)
+        if self.prompt_logprobs and update.finish_reason:
+            extras["prompt_logprobs"] = [
+                entry and {"token_id": entry.token_id, "token": self.token(entry.token_id), "logprob": entry.logprob}
+                for entry in stream.prompt_logprobs or ()
+            ]
+        return extras
+
+    def token(self, token_id: int) -> str:
+        """A token as text, special ones too."""
+        return self.piece(token_id).decode("utf-8", "replace")
+
+    def piece(self, token_id: int) -> bytes:
+        """The bytes of a token, special ones too."""
+        pieces = self.tokenizer.pieces if self.tokenizer else ()
+        return pieces[token_id] if token_id < len(pieces) else b""
+
+
+# -- completions ------------------------------------------------------------------------------------------------------
+
+
+class CompletionAnswer(Answer):
+    """`text_completion`."""
+
+    object_name = chunk_name = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, service: Service, asked: schema.CompletionRequest, prompts: list[list[int]]) -> None:
+        super().__init__(service, asked)
+        self.echo = bool(asked.echo)
+        self.logprobs = asked.logprobs
+        self._prompts = prompts
+        self._written: Any = asked.prompt
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+
+    def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
+        """A whole choice."""
+        return self._choice(prompt, stream, whole, is_whole=True)
+
+    def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
+        """What is new of a choice."""
+        if not update.text and not update.finish_reason and not update.logprobs and not self.return_token_ids:
+            return None
+        return self._choice(prompt, stream, update, is_whole=False)
+
+    def _choice(self, prompt: int, stream: Stream, update: Update, *, is_whole: bool) -> dict[str, Any]:
+        index = prompt * self.n + update.index
+        is_first = index not in self._begun
+        self._begun.add(index)
+        text = update.text
+        entries: list[TokenLogprob | None] = list(update.logprobs)
+        if self.echo and is_first:
+            text = self._prefix(prompt) + text
+            if self.logprobs is not None:
+                entries = list(stream.prompt_logprobs or ()) + entries
+        shown = None
+        if self.logprobs is not None:
+            shown = self._logprobs(index, entries, self._prompts[prompt] if self.echo and is_first else [])
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": shown,
+            "finish_reason": update.finish_reason and FINISH_REASONS[update.finish_reason],
+        }
+        return choice | self._extras(stream, update, is_whole=is_whole)
+
+    def _prefix(self, prompt: int) -> str:
+        """The prompt as its client wrote it."""
+        written = self._written if isinstance(self._written, str) else self._written[prompt]
+        if isinstance(written, str):
+            return written
+        return self.tokenizer.decode(self._prompts[prompt]) if self.tokenizer else ""
+
+    def _logprobs(self, index: int, entries: list[TokenLogprob | None], prompt: list[int]) -> dict[str, Any]:
+        tokens, offsets, at = [], [], self._offsets.get(index, 0)
+        for i, entry in enumerate(entries):
+            text = self.token(entry.token_id if entry else prompt[i])
+            tokens.append(text)
+            offsets.append(at)
+            at += len(text)
+        self._offsets[index] = at
+        return {
+            "tokens": tokens,
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": [
+                entry and {self.token(token_id): logprob for token_id, logprob in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+# -- chats ------------------------------------------------------------------------------------------------------------
+
+
+class ChatAnswer(Answer):
+    """`chat.completion`."""
+
+    object_name = "chat.completion"
+    chunk_name = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def __init__(self, service: Service, asked: schema.ChatRequest, style: str | None) -> None:
+        super().__init__(service, asked)
+        self.wants_logprobs = bool(asked.logprobs)
+        self._style = style
+        self._parsers: dict[int, ToolParser] = {}
+
+    def begin(self) -> list[dict[str, Any]]:
+        """Every choice says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self.n)]
+
+    def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
+        """A whole choice."""
+        content, calls = self._parse(whole)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if calls:
+            message["tool_calls"] = calls
+        shown = {"content": self._logprobs(whole.logprobs), "refusal": None} if self.wants_logprobs else None
+        reason = self._finish_reason(whole)
+        choice = {"index": whole.index, "message": message, "logprobs": shown, "finish_reason": reason}
+        return choice | self._extras(stream, whole, is_whole=True)
+
+    def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
+        """What is new of a choice."""
+        content, calls = self._parse(update)
+        if not (content or calls or update.finish_reason or update.logprobs or self.return_token_ids):
+            return None
+        delta: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            first = self._parsers[update.index].num_calls - len(calls)
+            delta["tool_calls"] = [{"index": first + i} | call for i, call in enumerate(calls)]
+        shown = {"content": self._logprobs(update.logprobs), "refusal": None} if update.logprobs else None
+        choice = {
+            "index": update.index,
+            "delta": delta,
+            "logprobs": shown,
+            "finish_reason": self._finish_reason(update),
+        }
+        return choice | self._extras(stream, update, is_whole=False)
+
+    def _parse(self, update: Update) -> tuple[str, list[dict[str, Any]]]:
+        if self._style is None:
+            return update.text, []
+        parser = self._parsers.setdefault(update.index, ToolParser(self._style))
+        content, calls = parser.feed(update.text)
+        if update.finish_reason:
+            more, last = parser.finish()
+            content, calls = content + more, calls + last
+        return content, [{"id": uuid.uuid4().hex[:9], "type": "function", "function": call} for call in calls]
+
+    def _finish_reason(self, update: Update) -> str | None:
+        if update.finish_reason is None:
+            return None
+        parser = self._parsers.get(update.index)
+        called = parser is not None and parser.num_calls > 0
+        return "tool_calls" if called and update.finish_reason != "length" else FINISH_REASONS[update.finish_reason]
+
+    def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
+        return [
+            self._logprob(entry.token_id, entry.logprob)
+            | {"top_logprobs": [self._logprob(token_id, logprob) for token_id, logprob in entry.top]}
+            for entry in entries
+        ]
+
+    def _logprob(self, token_id: int, logprob: float) -> dict[str, Any]:
+        piece = self.piece(token_id)
+        token = piece.decode("utf-8", "replace")
+        return {"token": token, "logprob": max(logprob, -9999.0), "bytes": list(piece)}
+
+
+def usage(streams: list[Stream]) -> dict[str, Any]:
+    """Tokens that went in and came out."""
+    prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
+    completion_tokens = sum(stream.num_output_tokens for stream in streams)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams)},
+    }

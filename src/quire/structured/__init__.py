@@ -1,0 +1,1 @@
+"""Constrained output: what a form is, its compiler into token masks, and the process in which a form is tried first."""

@@ -1,0 +1,90 @@
+"""What the text of a sequence has to be, as a client says it. `compiler.py` turns it into masks over tokens."""
+
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LEN = 65_536
+"""Characters of a schema, an expression, a grammar or all choices together."""
+KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Structured:
+    """A form that the generated text must have, from its first character to its last. Exactly one is given."""
+
+    json_schema: Mapping[str, Any] | str | None = None
+    """JSON that this JSON Schema allows, properties in the schema's order. Kept as text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression for the whole text, as Rust writes them: no look-around, no back references."""
+    choice: SequenceOf[str] | None = None
+    """One of these."""
+    grammar: str | None = None
+    """A grammar in llguidance's variant of Lark, whose rule `start` is the whole text."""
+    name: str = field(default="structured", compare=False, repr=False)
+    """What errors call this: whoever read it from a field of another name says so."""
+
+    def __post_init__(self) -> None:
+        given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"{self.name} must have exactly one of {', '.join(KINDS)}; it has {' and '.join(given) or 'none'}"
+            )
+        value, where = getattr(self, given[0]), f"{self.name}.{given[0]}"
+        if given[0] == "json_object":
+            if value is not True:
+                raise ValueError(f"{where}={value!r} must be True or False")
+            return
+        if given[0] == "json_schema":
+            value = text = _schema_text(where, value)
+        elif given[0] == "choice":
+            value = _choices(where, value)
+            text = "\n".join(value)
+        elif isinstance(value, str):
+            text = value
+        else:
+            raise ValueError(f"{where} must be a string, got {type(value).__name__}")
+        _check_text(where, text)
+        object.__setattr__(self, given[0], value)
+
+    @property
+    def kind(self) -> str:
+        """Which of the fields is given."""
+        return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+
+def _schema_text(where: str, schema: Any) -> str:
+    """The schema as JSON, and nothing but JSON: it becomes a part of a larger text."""
+    if not isinstance(schema, str | Mapping):
+        raise ValueError(f"{where} must be an object, or one as JSON text, got {type(schema).__name__}")
+    if isinstance(schema, str):
+        _check_text(where, schema)
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=dict)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+
+
+def _choices(where: str, choices: Any) -> tuple[str, ...]:
+    if not isinstance(choices, SequenceOf) or isinstance(choices, str | bytes) or not choices:
+        raise ValueError(f"{where} must be a list of at least one string")
+    for i, one in enumerate(choices):
+        if not isinstance(one, str):
+            raise ValueError(f"{where}[{i}] must be a string, got {type(one).__name__}")
+    return tuple(choices)
+
+
+def _check_text(where: str, text: str) -> None:
+    if len(text) > MAX_LEN:
+        raise ValueError(f"{where} has {len(text)} characters, at most {MAX_LEN} are allowed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: character {error.start} is a lone surrogate, which is no Unicode text") from None
