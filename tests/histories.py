@@ -23,7 +23,7 @@ PATIENCE = 2
 
 WEIGHTS = {
     "step": 60, "add": 24, "fork": 4, "abort_one": 4, "abort_request": 2, "abort_in_flight": 2, "preempt": 5,
-    "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "look": 0.4,
+    "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "snapshot": 0.4,
 }  # fmt: skip
 
 
@@ -49,8 +49,8 @@ class ToyGrammar:
     def mask(self) -> np.ndarray:
         return np.array([sum(1 << token for token in range(VOCAB) if toy_allows(self.seen, token))], np.uint32)
 
-    def advance(self, token_ids, start: int) -> bool:
-        for token in token_ids[start + len(self.seen) :]:
+    def advance(self, output_token_ids) -> bool:
+        for token in output_token_ids[len(self.seen) :]:
             if not toy_allows(self.seen, token):
                 return False
             self.seen += (token,)

@@ -422,8 +422,8 @@ def test_a_step_that_never_reached_the_device_ends_its_own_requests_only(params,
 class Trips:
     """A stop watch that raises at its third token."""
 
-    def advance(self, tokens, start):
-        if len(tokens) - start == 3:
+    def advance(self, output_token_ids):
+        if len(output_token_ids) == 3:
             raise ValueError("tripped")
         return False
 

@@ -254,7 +254,7 @@ class LLM:
             while sent:
                 self._step()
                 for sequence in list(sent):
-                    token_ids = sequence.tokens[sequence.prompt_len + sent[sequence] :]
+                    token_ids = sequence.output_token_ids[sent[sequence] :]
                     reason = sequence.finish_reason
                     if not token_ids and not reason:
                         continue
@@ -310,7 +310,7 @@ def new_text(sequence: TokenSequence) -> str:
     """Text that has become certain since the last call."""
     if not isinstance(sequence.text, TextStream):
         return ""
-    sequence.text.advance(sequence.tokens, sequence.prompt_len)
+    sequence.text.advance(sequence.output_token_ids)
     return sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.text.take()
 
 

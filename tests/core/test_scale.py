@@ -17,7 +17,7 @@ def busy(num_running: int, num_waiting: int):
     s = scheduler(prefix_cache=True, num_pages=1_000_000, page_size=16, rows=num_running, budget=2 * num_running)
     for _ in range(num_running):
         s.add(arrive(2, 100_000))
-    while any(len(x.tokens) == 2 for x in s.running) or len(s.running) < num_running:
+    while any(x.num_tokens == 2 for x in s.running) or len(s.running) < num_running:
         s.commit(plan := s.schedule(), result(plan))
     for _ in range(num_waiting):
         s.add(arrive(2, 100))

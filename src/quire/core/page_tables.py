@@ -94,7 +94,7 @@ class PageTables:
             return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
         if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
             return ReusedPrefix([], 0)
-        most, common = len(sequence.tokens) - 1, 0
+        most, common = sequence.num_tokens - 1, 0
         relative = self._relative(sequence, unwritten)
         if relative is not None:
             common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
@@ -117,7 +117,7 @@ class PageTables:
         """Of the available pages, how many a start with all of a sequence's tokens would take."""
         cache = self.prefix_cache
         idle = sum(map(cache.is_idle, prefix.pages)) if cache else 0
-        return self.pages_for(len(sequence.tokens)) - len(prefix.pages) + idle
+        return self.pages_for(sequence.num_tokens) - len(prefix.pages) + idle
 
     def start(self, sequence: Sequence, prefix: ReusedPrefix) -> None:
         """Fill an empty table with what `find_prefix` has just found."""

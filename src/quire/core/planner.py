@@ -19,18 +19,18 @@ class Planner:
         """Who got a row in this very plan; the newest last."""
         self._tokens_left = max_tokens
         self._samples_left = max_samples
-        self._tokens_set_aside = sum(len(s.tokens) - s.num_computed == 1 for s in running)
+        self._tokens_set_aside = sum(s.num_tokens - s.num_computed == 1 for s in running)
         self._samples_set_aside = len(running)
 
     def claim(self, sequence: Sequence) -> None:
         """A running sequence's turn: what was set aside for it is now in the common budget."""
         self._samples_set_aside -= 1
-        if len(sequence.tokens) - sequence.num_computed == 1:
+        if sequence.num_tokens - sequence.num_computed == 1:
             self._tokens_set_aside -= 1
 
     def share(self, sequence: Sequence, computed: int) -> int:
         """How many tokens of this sequence, of which `computed` are done, fit into the step; 0 for none."""
-        num_tokens = min(len(sequence.tokens) - computed, self._tokens_left - self._tokens_set_aside)
+        num_tokens = min(sequence.num_tokens - computed, self._tokens_left - self._tokens_set_aside)
         num_samples = self._samples_left - self._samples_set_aside
         if num_samples < 1:
             return 0
@@ -53,8 +53,10 @@ class Planner:
         num_samples_before = len(samples)
         if sequence.params.prompt_logprobs:
             for position in range(max(first + 1, len(sequence.prompt_logprobs)), min(end + 1, sequence.prompt_len)):
-                samples.append(Sample(sequence, row, base + position, position, sequence.tokens[position]))
-        if end == len(sequence.tokens) and sequence.max_tokens:
+                samples.append(
+                    Sample(sequence, row, base + position, position, sequence.request.prompt_token_ids[position])
+                )
+        if end == sequence.num_tokens and sequence.max_tokens:
             samples.append(Sample(sequence, row, base + end, end, None))
             if waiting_for_prompt and end == sequence.prompt_len:
                 spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)

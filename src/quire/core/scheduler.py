@@ -225,7 +225,7 @@ class Scheduler:
 
         Nobody is admitted into these, so that admitting somebody does not preempt somebody else in the next step.
         """
-        return 1 + max(self.tables.pages_for(len(sequence.tokens)) - len(sequence.pages), 0)
+        return 1 + max(self.tables.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Give a sequence pages for positions below `end`, preempting from the back. False if it went itself."""
@@ -276,7 +276,7 @@ class Scheduler:
         is_first = head.order < self.running[0].order
         if self.running[-1].priority >= head.priority and not is_first:
             return
-        tokens_before = sum(len(s.tokens) - s.num_computed for s in self.running if s.order < head.order)
+        tokens_before = sum(s.num_tokens - s.num_computed for s in self.running if s.order < head.order)
         if tokens_before >= self.max_num_batched_tokens:
             return  # it would still not run in this step
         tables = self.tables
@@ -423,7 +423,7 @@ class Scheduler:
             if is_alive:
                 sequence.num_computed = first + num_tokens
                 if max_rounds > 1:  # of the tokens it drew all but the last have been computed as well
-                    sequence.num_computed = len(sequence.tokens) - 1
+                    sequence.num_computed = sequence.num_tokens - 1
                 if first == 0:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
@@ -471,7 +471,7 @@ class Scheduler:
             for round_, token_id in enumerate(all_tokens[i]):
                 if token_id < 0:
                     break
-                sequence.tokens.append(token_id)
+                sequence.output_token_ids.append(token_id)
                 sequence.weight_versions.append(version)
                 accepted.append(token_id)
                 if sequence.params.logprobs is not None:

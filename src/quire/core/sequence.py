@@ -81,9 +81,9 @@ class Sequence:
     __slots__ = (
         "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
         "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
-        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent",
-        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text",
-        "tokens", "weight_versions",
+        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "output_token_ids", "page_hashes",
+        "pages", "params", "parent", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed",
+        "state", "stop_ids", "text", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -121,7 +121,8 @@ class Sequence:
         self.has_stop_strings = bool(request.params.stop_strings)
         self.priority = request.priority
         self.prompt_len = len(request.prompt_token_ids)
-        self.tokens = list(request.prompt_token_ids)
+        self.output_token_ids: list[int] = []
+        """What has been generated so far. The prompt stays with the request: all sequences of it share one."""
         self.pages = array("i")
         """The page table: position p lives in page `pages[p // page_size]`."""
         self.host_pages = array("i")
@@ -171,8 +172,8 @@ class Sequence:
         first.next_index += 1
         child.family = self.family
         child.family.append(child)
-        child.parent, child.num_inherited = self, len(self.tokens)
-        child.tokens = self.tokens.copy()
+        child.parent, child.num_inherited = self, self.num_tokens
+        child.output_token_ids = self.output_token_ids.copy()
         child.logprobs = self.logprobs.copy()
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
@@ -188,14 +189,27 @@ class Sequence:
         return f"<Sequence {self.name} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """What has been generated so far."""
-        return self.tokens[self.prompt_len :]
-
-    @property
     def num_output(self) -> int:
         """How many tokens have been generated so far."""
-        return len(self.tokens) - self.prompt_len
+        return len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens there are: of the prompt, and generated."""
+        return self.prompt_len + len(self.output_token_ids)
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and what has been generated. Builds a list: see `tokens_between` for a part."""
+        return [*self.request.prompt_token_ids, *self.output_token_ids]
+
+    def tokens_between(self, start: int, end: int) -> SequenceOf[int]:
+        """The tokens at the positions `start .. end-1`."""
+        prompt_len = self.prompt_len
+        if start >= prompt_len:
+            return self.output_token_ids[start - prompt_len : end - prompt_len]
+        prompt = self.request.prompt_token_ids[start:end]
+        return prompt if end <= prompt_len else [*prompt, *self.output_token_ids[: end - prompt_len]]
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -226,9 +240,9 @@ class Sequence:
 
     def stop_reason(self) -> FinishReason | None:
         """Judge the newest output token: does the sequence end with it, and why."""
-        num_output, params = len(self.tokens) - self.prompt_len, self.params
+        num_output, params = len(self.output_token_ids), self.params
         if num_output >= params.min_tokens:
-            token_id = self.tokens[-1]
+            token_id = self.output_token_ids[-1]
             if token_id in self.eos_ids:
                 self.num_stop_tokens = 1
                 return FinishReason.EOS
@@ -242,16 +256,16 @@ class Sequence:
         return FinishReason.LENGTH if num_output >= self.max_tokens else None
 
     def _at_stop(self, num_output: int) -> bool:
-        last = self.tokens[-1]
+        last = self.output_token_ids[-1]
         for stop in self.params.stop:
-            if stop[-1] == last and num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
+            if stop[-1] == last and num_output >= len(stop) and tuple(self.output_token_ids[-len(stop) :]) == stop:
                 self.num_stop_tokens = len(stop)
                 return True
-        return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
+        return bool(self.has_stop_strings and self.text and self.text.advance(self.output_token_ids))
 
     def _read_on(self, grammar: Grammar) -> FinishReason | None:
         """Take the newest tokens through the grammar and find what may follow; if nothing may, the sequence ends."""
-        if not grammar.advance(self.tokens, self.prompt_len):
+        if not grammar.advance(self.output_token_ids):
             return FinishReason.ABORT
         text = grammar.mask()
         has_text = text.any()

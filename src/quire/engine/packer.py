@@ -75,7 +75,7 @@ class Packer:
         )
         tokens: list[int] = []
         for sequence, first, count, _ in rows:
-            tokens += sequence.tokens[first : first + count]
+            tokens += sequence.tokens_between(first, first + count)
         firsts_B = np.array([row.first for row in rows], np.int32)
         counts_B = np.array([row.num_tokens for row in rows], np.int32)
         rows_T, steps_T = _ragged(counts_B)

@@ -134,10 +134,10 @@ class TokenMatcher:
             self._fail(reason(self._matcher))
         return words[: len(self._text_words)] & self._text_words
 
-    def advance(self, token_ids: Sequence[int], start: int) -> bool:
-        """Read on in the output; False if a token may not be there, or if the form fails."""
+    def advance(self, output_token_ids: Sequence[int]) -> bool:
+        """Read on in the output, given whole; False if a token may not be there, or if the form fails."""
         with self._timed():
-            for token_id in token_ids[start + self._num_read :]:
+            for token_id in output_token_ids[self._num_read :]:
                 if not self._matcher.consume_token(token_id):
                     self._fail(reason(self._matcher))
                     return False
