@@ -99,6 +99,21 @@ def _owner_only(method: Callable) -> Callable:
     return checked
 
 
+def _between_steps(method: Callable) -> Callable:
+    """Refuse the call while a step is in flight, before it has changed anything."""
+
+    @_owner_only
+    @wraps(method)
+    def checked(self: "Engine", *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler.in_flight is not None:
+            raise RuntimeError(
+                f"Engine.{method.__name__} was called while a step is in flight: call it between two steps"
+            )
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
 class Engine:
     """One model, one pool of pages, many requests."""
 
@@ -176,6 +191,8 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}
         """Those with a sequence alive."""
         self._to_abort: deque[str] = deque()
+        self._undelivered: list[TokenEvent] = []
+        """Events of a step whose `meanwhile` raised."""
         self._num_arrived = self._steps = self._prompt_tokens = self._computed_tokens = self._generated_tokens = 0
         self._page_copies = self._rounds = self._rows = 0
         self._logged: EngineStats | None = None
@@ -206,7 +223,7 @@ class Engine:
         """Advance everything by one step; returns what happened, and nothing when there is nothing to do.
 
         `meanwhile` is called while the device computes: there is the time to deliver what the last step returned. What
-        it raises is raised once the step is committed.
+        it raises is raised once the step is committed; the events of that step then come with those of the next.
         """
         timer = self._timer
         timer.start()
@@ -214,7 +231,7 @@ class Engine:
         if not plan:
             if meanwhile:
                 meanwhile()
-            return []
+            return self._take_undelivered()
         with self._surviving(plan):
             inputs = self._packer.pack(plan)
             timer.lap("plan_s")
@@ -225,8 +242,14 @@ class Engine:
             self._learn_cost(plan, timer.lap("wait_s"))
             events = self._commit(plan, result)
             timer.lap("output_s")
+        events = [*self._take_undelivered(), *events]
         if error:
+            self._undelivered = events
             raise error
+        return events
+
+    def _take_undelivered(self) -> list[TokenEvent]:
+        events, self._undelivered = self._undelivered, []
         return events
 
     def _schedule(self) -> StepPlan:
@@ -261,8 +284,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        """Whether a step would do anything, or has something left to tell."""
+        return bool(self.scheduler.running or self.scheduler.waiting or self._undelivered)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -415,7 +438,7 @@ class Engine:
         """The same before the next step; any thread may call it."""
         self._to_abort.append(request_id)
 
-    @_owner_only
+    @_between_steps
     def reset(self) -> int:
         """Abort everything, logically: no page is touched, whatever the pool's size. Returns how many ended."""
         ended = self.scheduler.reset()
@@ -425,7 +448,7 @@ class Engine:
 
     # -- weights and pages ---------------------------------------------------------------------------------------
 
-    @_owner_only
+    @_between_steps
     def set_weights(
         self, params: Any, version: Version, running: Literal["keep", "recompute", "abort"] = "keep"
     ) -> list[Sequence]:
@@ -450,7 +473,7 @@ class Engine:
         """Forget every cached page that no sequence holds; returns how many."""
         return self.scheduler.tables.evict(self.scheduler.tables.num_cached)
 
-    @_owner_only
+    @_between_steps
     def zero_cache(self) -> None:
         """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
         if self.scheduler.running:
