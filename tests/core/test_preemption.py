@@ -3,7 +3,7 @@
 import pytest
 
 from quire.core.audit import audit
-from quire.core.scheduler import PreemptionCosts
+from quire.core.preemption import PreemptionCosts
 from quire.core.sequence import SequenceState
 from tests.core.fake import Arrivals, result, run, scheduler
 

@@ -169,6 +169,13 @@ class PageTables:
         num_pages = min(self.pages_for(end), len(sequence.pages) + self.allocator.num_free)
         return min(end, num_pages * self.page_size)
 
+    def trim(self, sequence: Sequence) -> None:
+        """Give back pages behind the last one that holds computed positions: they were reserved and not used."""
+        count = self.pages_for(sequence.num_computed)
+        if count < len(sequence.pages):
+            self._drop(sequence.pages[count:])
+            del sequence.pages[count:]
+
     def _allocate(self, sequence: Sequence, count: int) -> list[int]:
         short = count - self.allocator.num_free
         if short > 0:

@@ -154,8 +154,6 @@ class Sequence:
         """Constrains the output; it has read all of it."""
         self.mask: np.ndarray | None = None
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
-        if grammar is not None:
-            self.mask = self._allowed(grammar, grammar.mask())
 
     def fork(self) -> "Sequence":
         """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
@@ -237,48 +235,3 @@ class Sequence:
         self.grammar = self.mask = None
         if self.index >= self.params.n:
             self.family.remove(self)
-
-    def stop_reason(self) -> FinishReason | None:
-        """Judge the newest output token: does the sequence end with it, and why."""
-        num_output, params = len(self.output_token_ids), self.params
-        if num_output >= params.min_tokens:
-            token_id = self.output_token_ids[-1]
-            if token_id in self.eos_ids:
-                self.num_stop_tokens = 1
-                return FinishReason.EOS
-            if token_id in params.stop_token_ids:
-                self.num_stop_tokens = 1
-                return FinishReason.STOP
-            if params.stop and self._at_stop(num_output):
-                return FinishReason.STOP
-        if self.grammar is not None and (reason := self._read_on(self.grammar)):
-            return reason
-        return FinishReason.LENGTH if num_output >= self.max_tokens else None
-
-    def _at_stop(self, num_output: int) -> bool:
-        last = self.output_token_ids[-1]
-        for stop in self.params.stop:
-            if stop[-1] == last and num_output >= len(stop) and tuple(self.output_token_ids[-len(stop) :]) == stop:
-                self.num_stop_tokens = len(stop)
-                return True
-        return bool(self.has_stop_strings and self.text and self.text.advance(self.output_token_ids))
-
-    def _read_on(self, grammar: Grammar) -> FinishReason | None:
-        """Take the newest tokens through the grammar and find what may follow; if nothing may, the sequence ends."""
-        if not grammar.advance(self.output_token_ids):
-            return FinishReason.ABORT
-        text = grammar.mask()
-        has_text = text.any()
-        self.mask = self._allowed(grammar, text)
-        if has_text and self.mask.any():
-            return None
-        return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
-
-    def _allowed(self, grammar: Grammar, mask: np.ndarray) -> np.ndarray:
-        """What may be drawn: text that goes on, the end where it may end, and no stop before `min_tokens`."""
-        if grammar.accepts:
-            for token_id in self.eos_ids:
-                mask[token_id >> 5] |= 1 << (token_id & 31)
-        for token_id in self.forbidden_ids:
-            mask[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
-        return mask

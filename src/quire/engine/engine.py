@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
 from quire.core.audit import audit, pool_stats
+from quire.core.commit import allowed_tokens
 from quire.core.errors import RequestError
 from quire.core.page_map import PageMap, page_map
 from quire.core.page_tables import PageTables
@@ -81,9 +82,6 @@ class Runner(Protocol):
 
 
 _log = logging.getLogger("quire")
-
-SMOOTHING = 0.1
-"""How much the newest step counts in the measured cost of a token."""
 
 
 def _owner_only(method: Callable) -> Callable:
@@ -239,7 +237,9 @@ class Engine:
             timer.lap("dispatch_s")
             error = _caught(meanwhile) if meanwhile else None
             result = handle.result()
-            self._learn_cost(plan, timer.lap("wait_s"))
+            seconds = timer.lap("wait_s")
+            if plan.num_tokens > 2 * len(plan.rows):  # a step with prompts in it tells what a token costs
+                self.scheduler.costs.learn(seconds, plan.num_tokens)
             events = self._commit(plan, result)
             timer.lap("output_s")
         events = [*self._take_undelivered(), *events]
@@ -274,13 +274,6 @@ class Engine:
                 self.scheduler.recompute(failed=failed)
             self._forget_finished(list(self._requests))
             raise
-
-    def _learn_cost(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from steps with prompts in them what computing a token costs: that decides how to preempt."""
-        if plan.num_tokens > 2 * len(plan.rows):
-            costs, now = self.scheduler.costs, seconds / plan.num_tokens
-            before = now if costs.seconds_per_token is None else costs.seconds_per_token
-            costs.seconds_per_token = before + SMOOTHING * (now - before)
 
     @property
     def has_work(self) -> bool:
@@ -319,6 +312,8 @@ class Engine:
             text=text,
             grammar=grammar,
         )
+        if grammar is not None:
+            first.mask = allowed_tokens(first, grammar, grammar.mask())
         if first.mask is not None and not first.mask.any():
             raise RequestError(
                 f"request {request.id}: what structured allows has no beginning that ignore_eos={params.ignore_eos}, "
