@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from quire.core.errors import AuditError
 from quire.core.plan import Row, Sample, StepResult
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
 from quire.core.stopping import FinishReason, Grammar
@@ -104,24 +105,32 @@ def allowed_tokens(sequence: Sequence, grammar: Grammar, mask: np.ndarray) -> np
 
 
 def _logprob(sequence: Sequence, result: StepResult, sample: int, round_: int, *, drawn: bool) -> TokenLogprob:
-    count = sequence.params.logprobs or 0
-    top = zip(
-        result.top_ids_SRX[sample, round_, :count].tolist(),
-        result.top_logprobs_SRX[sample, round_, :count].tolist(),
-        strict=True,
-    )
-    token_id, logprob = int(result.tokens_SR[sample, round_]), float(result.logprobs_SR[sample, round_])
+    """What the step says of one token; of a scored one, which was not drawn, only under the model itself."""
+    at, count = (sample, round_), sequence.params.logprobs or 0
+    token_id, logprob = int(result.tokens_SR[at]), float(_asked(result.logprobs_SR)[at])
+    top = _top(result.top_ids_SRX, result.top_logprobs_SRX, at, count)
     if not drawn:
-        return TokenLogprob(token_id, logprob, tuple(top))
-    processed_top = zip(
-        result.processed_top_ids_SRX[sample, round_, :count].tolist(),
-        result.processed_top_logprobs_SRX[sample, round_, :count].tolist(),
-        strict=True,
-    )
+        return TokenLogprob(token_id, logprob, top)
+    processed_top = _top(result.processed_top_ids_SRX, result.processed_top_logprobs_SRX, at, count)
     return TokenLogprob(
         token_id,
         logprob,
-        tuple(top),
-        float(result.processed_logprobs_SR[sample, round_]),
+        top,
+        float(_asked(result.processed_logprobs_SR)[at]),
         tuple((id_, value) for id_, value in processed_top if value > float("-inf")),
     )
+
+
+def _top(
+    ids_SRX: np.ndarray | None, logprobs_SRX: np.ndarray | None, at: tuple[int, int], count: int
+) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens and their log-probabilities, as many as were asked for."""
+    if not count:
+        return ()
+    return tuple(zip(_asked(ids_SRX)[at][:count].tolist(), _asked(logprobs_SRX)[at][:count].tolist(), strict=True))
+
+
+def _asked(array: np.ndarray | None) -> np.ndarray:
+    if array is None:
+        raise AuditError("a request asked for log-probabilities that its step did not fetch")
+    return array

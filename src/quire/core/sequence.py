@@ -82,8 +82,8 @@ class Sequence:
         "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
         "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
         "num_failures", "num_inherited", "num_published", "num_stop_tokens", "output_token_ids", "page_hashes",
-        "pages", "params", "parent", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed",
-        "state", "stop_ids", "text", "weight_versions",
+        "pages", "params", "parent", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request",
+        "sampling_record", "seed", "state", "stop_ids", "text", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -118,6 +118,8 @@ class Sequence:
         self.text = text
         """Turns the output into text; None without a tokenizer."""
         self.params = request.params
+        self.sampling_record: bytes | None = None
+        """`params` as the packer lays them out, made once."""
         self.has_stop_strings = bool(request.params.stop_strings)
         self.priority = request.priority
         self.prompt_len = len(request.prompt_token_ids)

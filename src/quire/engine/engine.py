@@ -162,7 +162,7 @@ class Engine:
             shapes,
             page_size=config.page_size,
             num_pages=num_pages,
-            pages_per_row=pages_per_row,
+            eos_ids=self.eos_ids,
             debug=config.debug,
         )
         if runner is None:
