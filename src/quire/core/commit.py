@@ -30,6 +30,7 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
             if token_id < 0:
                 break
             sequence.output_token_ids.append(token_id)
+            sequence.num_tokens += 1
             sequence.weight_versions.append(version)
             accepted.append(token_id)
             if sequence.params.logprobs is not None:

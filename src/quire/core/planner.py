@@ -22,11 +22,12 @@ class Planner:
         self._tokens_set_aside = sum(s.num_tokens - s.num_computed == 1 for s in running)
         self._samples_set_aside = len(running)
 
-    def claim(self, sequence: Sequence) -> None:
-        """A running sequence's turn: what was set aside for it is now in the common budget."""
+    def claim(self, sequence: Sequence) -> int:
+        """A running sequence's turn: what was set aside for it goes to the common budget. Returns its share of that."""
         self._samples_set_aside -= 1
         if sequence.num_tokens - sequence.num_computed == 1:
             self._tokens_set_aside -= 1
+        return self.share(sequence, sequence.num_computed)
 
     def share(self, sequence: Sequence, computed: int) -> int:
         """How many tokens of this sequence, of which `computed` are done, fit into the step; 0 for none."""
@@ -38,6 +39,20 @@ class Planner:
             num_scored = max(len(sequence.prompt_logprobs) - 1 - computed, 0)  # before a preemption
             num_tokens = min(num_tokens, num_scored + num_samples)
         return num_tokens
+
+    def add_decoding(self, sequence: Sequence) -> None:
+        """Plan the newest token of a running sequence, and draw the next: both were set aside for it.
+
+        This is `claim` and `add` for what nearly every row of a busy engine is.
+        """
+        plan, first = self.plan, sequence.num_computed
+        plan.samples.append(Sample(sequence, len(plan.rows), plan.num_tokens, first + 1, None))
+        plan.rows.append(Row(sequence, first, 1, 1))
+        plan.num_tokens += 1
+        self._tokens_set_aside -= 1
+        self._samples_set_aside -= 1
+        self._tokens_left -= 1
+        self._samples_left -= 1
 
     def add(self, sequence: Sequence, num_tokens: int, waiting_for_prompt: SequenceOf[Sequence] = ()) -> None:
         """Plan the next `num_tokens` of a sequence, and what is to be drawn from them.

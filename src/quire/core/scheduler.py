@@ -144,7 +144,7 @@ class Scheduler:
             raise RuntimeError("the last plan is not committed; commit(N) comes before schedule(N+1)")
         self._make_room_for_head()
         planner = Planner(self.max_num_batched_tokens, self.max_num_samples, self.running)
-        if self._plan_running(planner) and self.waiting:
+        if self._plan_running(planner) and self.waiting and len(self.running) < self.max_num_seqs:
             promised = self._num_promised()
             while self._admit_head(planner, promised):
                 promised += num_promised(planner.started[-1], self.tables)
@@ -173,12 +173,15 @@ class Scheduler:
                 head = self.waiting.peek() if got_in else None
                 position = running.index(sequence)  # behind whoever got in
                 continue
-            planner.claim(sequence)
-            num_tokens = planner.share(sequence, sequence.num_computed)
-            if num_tokens:
-                end = sequence.num_computed + num_tokens
-                if end > len(sequence.pages) * page_size and not self._reserve(sequence, end):
-                    break  # it gave up its own place, and everybody after it had done so before
+            computed = sequence.num_computed
+            is_decoding = computed >= sequence.prompt_len and sequence.num_tokens == computed + 1
+            num_tokens = 1 if is_decoding else planner.claim(sequence)
+            end = computed + num_tokens
+            if end > len(sequence.pages) * page_size and not self._reserve(sequence, end):
+                break  # it gave up its own place, and everybody after it had done so before
+            if is_decoding:
+                planner.add_decoding(sequence)
+            elif num_tokens:
                 planner.add(sequence, num_tokens, self.waiting_for_prompt.get(sequence.request.id, ()))
             position += 1
         return self.num_preemptions == preemptions_before
@@ -365,7 +368,7 @@ class Scheduler:
             raise RuntimeError("this is not the plan in flight; each plan is committed once")
         self.in_flight = None
         self.tables.dispatched()
-        weights, prompts_done = self.tables.weights, []
+        weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
         samples = [(i, sample) for i, sample in enumerate(plan.samples) if counts[sample.row]]
         events = accept_tokens(samples, result, weights.version)
@@ -377,8 +380,10 @@ class Scheduler:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
                     sequence.kv_weights = None  # two; stays so until it is computed anew
-                self.tables.trim(sequence)
-                self.tables.publish(sequence)
+                if (len(sequence.pages) - 1) * page_size >= sequence.num_computed:
+                    self.tables.trim(sequence)
+                if sequence.num_computed >= (sequence.num_published + 1) * page_size:
+                    self.tables.publish(sequence)
                 if first < sequence.prompt_len <= first + row.num_tokens:
                     prompts_done.append(sequence)
         for event in events:

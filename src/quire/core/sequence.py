@@ -81,9 +81,9 @@ class Sequence:
     __slots__ = (
         "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
         "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
-        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "output_token_ids", "page_hashes",
-        "pages", "params", "parent", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request",
-        "sampling_record", "seed", "state", "stop_ids", "text", "weight_versions",
+        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "num_tokens", "order",
+        "output_token_ids", "page_hashes", "pages", "params", "parent", "preemptions", "priority", "prompt_len",
+        "prompt_logprobs", "request", "sampling_record", "seed", "state", "stop_ids", "text", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -122,9 +122,13 @@ class Sequence:
         """`params` as the packer lays them out, made once."""
         self.has_stop_strings = bool(request.params.stop_strings)
         self.priority = request.priority
+        self.order = (-request.priority, arrival, index)
+        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
         self.prompt_len = len(request.prompt_token_ids)
         self.output_token_ids: list[int] = []
         """What has been generated so far. The prompt stays with the request: all sequences of it share one."""
+        self.num_tokens = self.prompt_len
+        """How many tokens there are, of the prompt and generated: kept, because every step asks several times."""
         self.pages = array("i")
         """The page table: position p lives in page `pages[p // page_size]`."""
         self.host_pages = array("i")
@@ -174,6 +178,7 @@ class Sequence:
         child.family.append(child)
         child.parent, child.num_inherited = self, self.num_tokens
         child.output_token_ids = self.output_token_ids.copy()
+        child.num_tokens = self.num_tokens
         child.logprobs = self.logprobs.copy()
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
@@ -194,11 +199,6 @@ class Sequence:
         return len(self.output_token_ids)
 
     @property
-    def num_tokens(self) -> int:
-        """How many tokens there are: of the prompt, and generated."""
-        return self.prompt_len + len(self.output_token_ids)
-
-    @property
     def tokens(self) -> list[int]:
         """The prompt and what has been generated. Builds a list: see `tokens_between` for a part."""
         return [*self.request.prompt_token_ids, *self.output_token_ids]
@@ -210,11 +210,6 @@ class Sequence:
             return self.output_token_ids[start - prompt_len : end - prompt_len]
         prompt = self.request.prompt_token_ids[start:end]
         return prompt if end <= prompt_len else [*prompt, *self.output_token_ids[: end - prompt_len]]
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
-        return (-self.priority, self.arrival, self.index)
 
     @property
     def forbidden_ids(self) -> SequenceOf[int]:

@@ -115,16 +115,16 @@ class Packer:
     def _pack_rounds(self, rows: Sequence[Row], num_rows: int) -> RoundInputs:
         """How far each row may go on, and the ids that end it; a padded row goes nowhere."""
         stops_at_eos_B = np.zeros(num_rows, np.bool_)
-        stops_at_eos_B[: len(rows)] = [bool(row.sequence.eos_ids) for row in rows]
-        stop_ids_BE = None
-        for i, row in enumerate(rows):
-            ids = row.sequence.params.stop_token_ids
-            if ids and row.max_rounds > 1:
+        stop_ids_BE, max_rounds = None, [row.max_rounds for row in rows]
+        going_on = [i for i, rounds in enumerate(max_rounds) if rounds > 1]
+        stops_at_eos_B[going_on] = [bool(rows[i].sequence.eos_ids) for i in going_on]
+        for i in going_on:
+            ids = rows[i].sequence.params.stop_token_ids
+            if ids:
                 if stop_ids_BE is None:
                     stop_ids_BE = np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32)
                 stop_ids_BE[i, : len(ids)] = ids
-        max_rounds_B = _padded([row.max_rounds for row in rows], num_rows, 0)
-        return RoundInputs(max_rounds_B, stops_at_eos_B, self._eos_ids_E, stop_ids_BE)
+        return RoundInputs(_padded(max_rounds, num_rows, 0), stops_at_eos_B, self._eos_ids_E, stop_ids_BE)
 
     def _check_destinations(self, destinations_T: np.ndarray) -> None:
         """No two tokens of a step may be written to one place."""
