@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.field_error import FieldError
 from quire.structured.form import Structured
 from quire.structured.sandbox import GrammarTrial
 from quire.text.tokenizer import Tokenizer
@@ -82,7 +83,8 @@ class GrammarCompiler:
         try:
             first = self._compile(structured, where, trusted=trusted)
         except ImportError:
-            raise ValueError(f"{where} needs the library llguidance: pip install quire[server]") from None
+            message = f"{where} needs the library llguidance: pip install quire[server]"
+            raise FieldError(message, field=structured.name) from None
         matcher = TokenMatcher(first, self._vocabulary.text_words, partial(self._forget, key))
         with self._lock:
             self._kept[key] = matcher
@@ -95,14 +97,14 @@ class GrammarCompiler:
 
         text = in_their_words(structured)
         if not trusted and (problem := self._trial.run(text)):
-            raise ValueError(f"{where} is refused: {problem}")
+            raise FieldError(f"{where} is refused: {problem}", field=structured.name)
         with self._lock:
             if self._library is None:
                 self._library = self._vocabulary.as_library()
             library = self._library
         matcher = start(library, text)
         if matcher.is_error():
-            raise ValueError(f"{where} is refused: {reason(matcher)}")
+            raise FieldError(f"{where} is refused: {reason(matcher)}", field=structured.name)
         return matcher
 
     def _forget(self, key: tuple[Structured, str]) -> None:
