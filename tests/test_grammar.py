@@ -2,18 +2,24 @@
 
 import gc
 import json
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.field_error import FieldError
 from quire.structured import compiler as grammar_module
+from quire.structured import sandbox
 from quire.structured.compiler import GrammarCompiler, Vocabulary
 from quire.structured.form import Structured
 from quire.structured.sandbox import MAX_BYTES
@@ -353,15 +359,82 @@ def test_hostile_forms_take_bounded_time_and_memory_and_end_nothing():
     assert sum(refused is None for _, refused, *_ in results) > 8
 
 
+def new_compiler() -> GrammarCompiler:
+    return GrammarCompiler(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+
+
 def test_a_trial_that_was_ended_is_begun_anew():
-    compiler = GrammarCompiler(tiny_tokenizer(), VOCAB, frozenset({EOS}))
+    compiler = new_compiler()
     compiler.compile(Structured(regex="a"))
-    process = compiler._trial._process
-    process.kill()
-    process.wait()
+    (trial,) = compiler._trial._idle
+    trial._process.kill()
+    trial._process.wait()
     compiler.compile(Structured(regex="b"))
-    assert compiler._trial._process is not process
-    process = compiler._trial._process
-    del compiler
+    (other,) = compiler._trial._idle
+    assert other is not trial
+    process = other._process
+    del compiler, trial, other
     gc.collect()
     assert process.returncode is not None, "it goes with the compiler"
+
+
+def test_a_trial_that_hangs_is_ended_and_begun_anew(monkeypatch):
+    compiler = new_compiler()
+    compiler.compile(Structured(regex="a"))
+    (trial,) = compiler._trial._idle
+    os.kill(trial._process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(sandbox, "ANSWER_SECONDS", 0.2)
+        with pytest.raises(FieldError, match="could not be tried in time"):
+            compiler.compile(Structured(regex="b"))
+    assert trial._process.returncode is not None
+    compiler.compile(Structured(regex="b"))  # it is not to blame, and was not remembered as refused
+
+
+def test_a_trial_that_does_not_read_is_ended_too(monkeypatch):
+    compiler = new_compiler()
+    compiler.compile(Structured(regex="a"))
+    (trial,) = compiler._trial._idle
+    os.kill(trial._process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(sandbox, "ANSWER_SECONDS", 0.2)
+    verdict = compiler._trial.run("x" * 1_000_000)  # more than a pipe holds
+    assert verdict == ("it could not be tried in time", False)
+    assert trial._process.returncode is not None
+
+
+def test_threads_that_try_forms_do_not_wait_for_each_other():
+    """One is stopped in the middle of a form; another thread's form is tried all the same."""
+    compiler = new_compiler()
+    compiler.compile(Structured(regex="a"))
+    (trial,) = compiler._trial._idle
+    os.kill(trial._process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as threads:
+        stuck = threads.submit(compiler.compile, Structured(regex="b"))
+        while compiler._trial._idle:
+            time.sleep(0.001)
+        compiler.compile(Structured(regex="c"))
+        assert not stuck.done()
+        os.kill(trial._process.pid, signal.SIGCONT)
+        stuck.result()
+
+
+def test_a_refused_form_is_refused_again_without_another_trial(monkeypatch):
+    compiler = new_compiler()
+    form, problems = Structured(regex="(", name="response_format"), []
+    for salt in ("", "", "other"):
+        with pytest.raises(FieldError, match=r"^response_format.regex is refused: ") as caught:
+            compiler.compile(form, salt)
+        problems.append(str(caught.value))
+        for trial in compiler._trial._idle:  # a second trial would begin another process
+            trial._process.kill()
+        if salt == "":
+            (first,) = compiler._trial._idle
+    assert compiler._trial._idle != [first], "another salt finds out for itself"
+    assert len(set(problems)) == 1
+    with pytest.raises(FieldError, match=r"^structured.regex is refused: "):
+        compiler.compile(Structured(regex="("))  # named as its caller names it
+    monkeypatch.setattr(grammar_module, "MAX_REFUSED", 3)
+    for i in range(5):
+        with pytest.raises(FieldError):
+            compiler.compile(Structured(regex="(" * (i + 2)))
+    assert len(compiler._refused) == 3

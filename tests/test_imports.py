@@ -29,7 +29,9 @@ def files(part: str) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "path", [*files("core"), SRC / "quire/structured/form.py", SRC / "quire/config.py"], ids=lambda p: p.stem
+    "path",
+    [*files("core"), SRC / "quire/structured/form.py", SRC / "quire/config.py", SRC / "quire/field_error.py"],
+    ids=lambda p: p.stem,
 )
 def test_the_host_column_knows_no_jax_and_no_device(path):
     bad = [n for n in imports(path) if n.split(".")[0] in ("jax", "jaxlib") or n.startswith("quire.device")]

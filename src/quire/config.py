@@ -9,6 +9,8 @@ import difflib
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from quire.field_error import FieldError
+
 DTYPES = ("bfloat16", "float32")
 ATTENTION_BACKENDS = ("auto", "native", "xla", "reference")
 MATMULS = ("auto", "native", "xla")
@@ -197,17 +199,18 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
 
-def check_whole(name: str, value: Any, low: int, high: int) -> None:
-    """Raise unless the value is a whole number in this range, both ends included."""
+def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None = None) -> None:
+    """Raise FieldError unless the value is a whole number from `low` to `high`; `field` if it is not called `name`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}={value!r} must be a whole number from {low:,} to {high:,}")
+        message = f"{name}={value!r} must be a whole number from {low:,} to {high:,}"
+        raise FieldError(message, field=field or name)
 
 
 def _positive(name: str, value: Any, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
-        raise ValueError(f"{name}={value!r} must be a number above 0, at most {high:g}")
+        raise FieldError(f"{name}={value!r} must be a number above 0, at most {high:g}", field=name)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}")
+        raise FieldError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}", field=name)

@@ -4,10 +4,14 @@ import math
 
 import pytest
 
-from quire.core.errors import StateError
+from quire.config import EngineConfig
+from quire.core.errors import RequestError, StateError
+from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import TRANSITIONS, SequenceState
 from quire.core.stopping import FinishReason
+from quire.field_error import FieldError
+from quire.structured.form import Structured
 from tests.core.fake import Arrivals
 
 W, R, S, F = SequenceState.WAITING, SequenceState.RUNNING, SequenceState.SWAPPED, SequenceState.FINISHED
@@ -92,3 +96,40 @@ def test_zero_new_tokens_must_ask_for_something():
 def test_min_tokens_above_max_tokens_is_refused_with_both():
     with pytest.raises(ValueError, match=r"min_tokens=5 .* max_tokens=4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        (lambda: SamplingParams(temperature=-1), "temperature"),
+        (lambda: SamplingParams(min_tokens=3, max_tokens=2), "min_tokens"),
+        (lambda: SamplingParams(max_tokens=0), "max_tokens"),
+        (lambda: SamplingParams(ignore_eos=1), "ignore_eos"),  # pyright: ignore
+        (lambda: SamplingParams(logit_bias={-1: 0.0}), "logit_bias"),
+        (lambda: SamplingParams(logit_bias={1: math.nan}), "logit_bias"),
+        (lambda: SamplingParams(stop=[""]), "stop"),
+        (lambda: SamplingParams(stop=[[1 << 40]]), "stop"),
+        (lambda: SamplingParams(stop_token_ids=[0] * 65), "stop_token_ids"),
+        (lambda: SamplingParams(stop_token_ids="1"), "stop_token_ids"),  # pyright: ignore
+        (lambda: SamplingParams(structured="a"), "structured"),  # pyright: ignore
+        (lambda: Structured(), "structured"),
+        (lambda: Structured(regex="\ud800"), "structured"),
+        (lambda: Structured(json_schema="{", name="response_format"), "response_format"),
+        (lambda: Request(id="a", prompt_token_ids=(1,), params=SamplingParams(), priority=1 << 40), "priority"),
+        (lambda: Request(id="a", prompt_token_ids=(1,), params=SamplingParams(), cache_salt="a" * 2000), "cache_salt"),
+        (lambda: EngineConfig(page_size=0), "page_size"),
+        (lambda: EngineConfig(dtype="float8"), "dtype"),
+    ],
+)
+def test_an_error_carries_its_field_and_code_as_data(make, field):
+    with pytest.raises(FieldError) as caught:
+        make()
+    assert (caught.value.field, caught.value.code) == (field, "invalid_value")
+
+
+def test_an_error_of_a_request_carries_its_field_its_code_and_its_id():
+    error = RequestError("the prompt is too long", field="prompt", code="context_length_exceeded", request_id="a")
+    assert isinstance(error, FieldError)
+    assert (error.field, error.code, error.request_id) == ("prompt", "context_length_exceeded", "a")
+    assert (str(error), error.message) == ("request a: the prompt is too long", "the prompt is too long")
+    assert (str(RequestError("no")), RequestError("no").field, RequestError("no").code) == ("no", None, "invalid_value")

@@ -2,12 +2,14 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from quire.structured.compiler import MAX_COMPILED
-from tests.server.attack import bystander
+from tests.server.attack import KEY, OTHER_KEY, bystander
+from tests.server.process import SMALL, serving
 
 LONGEST_S = 15
 """The limit on compiling is ten seconds; the machine that runs the tests is slow and busy at times."""
@@ -142,6 +144,36 @@ def test_a_hostile_schema_of_an_answer_or_a_tool_is_treated_alike(server, offlin
         for name in ("recursion", "very deep", "no type", "bad pattern"):
             for fields in ({"response_format": form}, {"tools": [tool], "tool_choice": "required"}):
                 ask(server, "/v1/chat/completions", chat | fields, SCHEMAS[name])
+
+
+def test_one_keys_grammars_hold_up_nobody_else(tiny_folder):
+    """By the order of things, not by their time: the bystander is done with all before the attacker's last form is."""
+    keys = [f"--api-key={key}" for key in (KEY, OTHER_KEY)]
+    answered: list[int] = []
+
+    def attack(number: int) -> None:
+        """A second of computing for each form, and then it is refused."""
+        patterns = {f"^p{number}x{i}[a-z]*$": {} for i in range(1500)}
+        form = {"json": {"patternProperties": patterns}}
+        body = {"model": "tiny", "prompt": "x", "max_tokens": 1, "structured_outputs": form}
+        answered.append(server.post("/v1/completions", body, authorization=f"Bearer {KEY}")[0])
+
+    def stand_by(path: str, body: dict) -> int:
+        return server.post(path, {"model": "tiny"} | body, authorization=f"Bearer {OTHER_KEY}")[0]
+
+    with serving(tiny_folder, *SMALL, *keys) as server, ThreadPoolExecutor(4) as connections:
+        attacks = [connections.submit(attack, number) for number in range(8)]
+        while not answered:
+            time.sleep(0.01)
+        statuses = [stand_by("/tokenize", {"prompt": "some text"}) for _ in range(20)]
+        form = {"prompt": "x", "max_tokens": 3, "structured_outputs": {"choice": ["yes", "no"]}}
+        statuses += [stand_by("/v1/completions", form)]
+        num_answered = len(answered)
+        for one in attacks:
+            one.result()
+    assert statuses == [200] * 21
+    assert set(answered) <= {400, 429}
+    assert num_answered < 8
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from quire.config import check_whole
 from quire.core.sampling_params import SamplingParams
+from quire.field_error import FieldError
 
 MAX_PRIORITY = 1 << 31
 MAX_SALT_LEN = 1024
@@ -25,9 +26,10 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):
-            raise ValueError(f"id={self.id!r} must be a string")
+            raise FieldError(f"id={self.id!r} must be a string", field="id")
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
-            raise ValueError(f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters")
+            message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"
+            raise FieldError(message, field="cache_salt")
         if not isinstance(self.stream, bool):
-            raise ValueError(f"stream={self.stream!r} must be True or False")
+            raise FieldError(f"stream={self.stream!r} must be True or False", field="stream")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config import check_whole
+from quire.field_error import FieldError
 from quire.structured.form import Structured
 
 MAX_LOGPROBS = 20
@@ -90,25 +91,20 @@ class SamplingParams:
             check_whole("max_tokens", self.max_tokens, 0, 1 << 31)
         check_whole("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            raise FieldError(message, field="min_tokens")
         if self.max_tokens == 0 and not self.prompt_logprobs:
-            raise ValueError("max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True")
+            message = "max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True"
+            raise FieldError(message, field="max_tokens")
         if self.logprobs is not None:
             check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special", "include_stop", "prompt_logprobs"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+                raise FieldError(f"{name}={getattr(self, name)!r} must be True or False", field=name)
         if self.structured is not None and not isinstance(self.structured, Structured):
-            raise ValueError(f"structured={self.structured!r} must be Structured(...)")
+            raise FieldError(f"structured={self.structured!r} must be Structured(...)", field="structured")
         object.__setattr__(self, "stop", _stops(self.stop))
-        if not isinstance(self.stop_token_ids, SequenceOf) or isinstance(self.stop_token_ids, str | bytes):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids")
-        ids = tuple(self.stop_token_ids)
-        if len(ids) > MAX_STOP_IDS:
-            raise ValueError(f"stop_token_ids has {len(ids)} ids, at most {MAX_STOP_IDS} are allowed")
-        for token_id in ids:
-            check_whole("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
-        object.__setattr__(self, "stop_token_ids", ids)
+        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
 
     @property
     def has_penalty(self) -> bool:
@@ -126,31 +122,46 @@ class SamplingParams:
         return tuple(tuple(stop) for stop in self.stop if not isinstance(stop, str))
 
 
+def _stop_token_ids(token_ids: Any) -> tuple[int, ...]:
+    if not isinstance(token_ids, SequenceOf) or isinstance(token_ids, str | bytes):
+        raise FieldError(f"stop_token_ids={token_ids!r} must be a list of token ids", field="stop_token_ids")
+    if len(token_ids) > MAX_STOP_IDS:
+        message = f"stop_token_ids has {len(token_ids)} ids, at most {MAX_STOP_IDS} are allowed"
+        raise FieldError(message, field="stop_token_ids")
+    for token_id in token_ids:
+        check_whole("stop_token_ids", token_id, 0, MAX_TOKEN_ID)
+    return tuple(token_ids)
+
+
 def _biases(biases: Any) -> dict[int, float]:
     if not isinstance(biases, Mapping):
-        raise ValueError(f"logit_bias={biases!r} must map token ids to numbers")
+        raise FieldError(f"logit_bias={biases!r} must map token ids to numbers", field="logit_bias")
     if len(biases) > MAX_LOGIT_BIASES:
-        raise ValueError(f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed")
+        message = f"logit_bias has {len(biases)} entries, at most {MAX_LOGIT_BIASES} are allowed"
+        raise FieldError(message, field="logit_bias")
     for token_id, bias in biases.items():
-        check_whole("a token id of logit_bias", token_id, 0, MAX_TOKEN_ID)
-        _real(f"logit_bias[{token_id}]", bias, -1e4, 1e4)
+        check_whole("a token id of logit_bias", token_id, 0, MAX_TOKEN_ID, field="logit_bias")
+        _real(f"logit_bias[{token_id}]", bias, -1e4, 1e4, field="logit_bias")
     return dict(biases)
 
 
-def _real(name: str, value: Any, low: float, high: float, *, low_excluded: bool = False) -> None:
+def _real(
+    name: str, value: Any, low: float, high: float, *, low_excluded: bool = False, field: str | None = None
+) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high or (low_excluded and value == low):  # NaN is in no range
         above = "above" if low_excluded else "from"
-        raise ValueError(f"{name}={value!r} must be a number {above} {low:g} to {high:g}")
+        raise FieldError(f"{name}={value!r} must be a number {above} {low:g} to {high:g}", field=field or name)
 
 
 def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:
     if isinstance(stop, str):
         stop = (stop,)
     if not isinstance(stop, SequenceOf):
-        raise ValueError(f"stop={stop!r} must be a string or a list of strings and of lists of token ids")
+        message = f"stop={stop!r} must be a string or a list of strings and of lists of token ids"
+        raise FieldError(message, field="stop")
     if len(stop) > MAX_STOPS:
-        raise ValueError(f"stop has {len(stop)} entries, at most {MAX_STOPS} are allowed")
+        raise FieldError(f"stop has {len(stop)} entries, at most {MAX_STOPS} are allowed", field="stop")
     stops: list[str | tuple[int, ...]] = []
     for entry in stop:
         if isinstance(entry, str):
@@ -160,10 +171,13 @@ def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:
                 check_whole("stop", token_id, 0, MAX_TOKEN_ID)
             stops.append(tuple(entry))
         else:
-            raise ValueError(f"stop holds {entry!r}; put strings or lists of token ids there (ids: stop_token_ids)")
+            message = f"stop holds {entry!r}; put strings or lists of token ids there (ids: stop_token_ids)"
+            raise FieldError(message, field="stop")
         if len(entry) == 0:
-            raise ValueError("stop holds an empty entry, which would end every sequence before it starts")
+            message = "stop holds an empty entry, which would end every sequence before it starts"
+            raise FieldError(message, field="stop")
     total = sum(map(len, stops))
     if total > MAX_STOP_LEN:
-        raise ValueError(f"stop has {total} characters and ids in all, at most {MAX_STOP_LEN} are allowed")
+        message = f"stop has {total} characters and ids in all, at most {MAX_STOP_LEN} are allowed"
+        raise FieldError(message, field="stop")
     return tuple(stops)

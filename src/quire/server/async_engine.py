@@ -21,6 +21,7 @@ from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any, Protocol
 
+from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sequence import SequenceState, TokenEvent
 from quire.core.stopping import FinishReason, Grammar
@@ -330,9 +331,13 @@ class Bridge:
             return
         try:
             stream.sequences = engine.add(stream.request, grammar)
-        except Exception as error:
-            failure = StreamError(str(error), "invalid" if isinstance(error, ValueError) else "error")
+        except RequestError as error:
+            failure = StreamError(error.message, "invalid", field=error.field, code=error.code)
             self._post(self._close, stream, failure)
+            return
+        except Exception as error:  # its message may tell of the inside
+            _log.error("a request was not added", extra={"error": type(error).__name__, "at": place_of(error)})
+            self._post(self._close, stream, _failure())
             return
         self._watched[stream.request.id] = self._unstarted[stream.request.id] = stream
 

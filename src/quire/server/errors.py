@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from quire.core.errors import RequestError
+from quire.field_error import FieldError
 from quire.server.admission import OverloadError
 from quire.server.async_engine import UnavailableError, place_of
 from quire.server.stream import StreamError
@@ -16,8 +18,7 @@ _log = logging.getLogger("quire.server")
 MAX_MESSAGE_LEN = 1000
 """Characters; a longer one quotes too much of the request."""
 STATUS_OF_REASON = {"invalid": 400, "unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500}
-_REQUEST = re.compile(r"^request \S+:? ")
-_FIELD = re.compile(r"^(?:a )?([a-z_]+)(?:\[[^\]]*\])?(?:=|\.| has | holds | of | token | must )")
+# msgspec tells the path of a wrong value nowhere but in its message.
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
@@ -69,12 +70,13 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, StreamError):
         # What was too slow once would be again: clients of OpenAI obey this and do not send it twice more.
         headers = {"x-should-retry": "false"} if error.reason == "deadline" else {}
-        return ApiError(STATUS_OF_REASON[error.reason], str(error), code=error.reason, headers=headers)
+        status = STATUS_OF_REASON[error.reason]
+        return ApiError(status, str(error), param=error.field, code=error.code, headers=headers)
+    if isinstance(error, FieldError):
+        message = error.message if isinstance(error, RequestError) else str(error)  # clients know no id of ours
+        return ApiError(400, message, param=error.field, code=error.code)
     if isinstance(error, ValueError):
-        message = _REQUEST.sub("", str(error))
-        field = _FIELD.match(message)
-        code = "context_length_exceeded" if "max_model_len" in message else "invalid_value"
-        return ApiError(400, message, param=field[1] if field else None, code=code)
+        return ApiError(400, str(error), code="invalid_value")
     _log.error("internal error", extra={"error": type(error).__name__, "at": place_of(error)})
     return ApiError(500, "internal error", code="internal")
 

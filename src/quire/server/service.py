@@ -1,26 +1,28 @@
 """What HTTP and gRPC have in common: one model, its tokenizer, its bridge, and how a request gets in."""
 
-import asyncio
 import hashlib
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from quire.core.stopping import Grammar
-from quire.server.admission import OverloadError
 from quire.server.async_engine import Bridge
 from quire.server.errors import ApiError
 from quire.server.stream import Stream
+from quire.server.threads import FairThreads, SlowJobError
 from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
 
-NUM_THREADS = 2
-ASIDE_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 """For a prompt to be encoded, a template rendered or a grammar compiled."""
-MAX_ASIDE = 256
-"""Such jobs, running and waiting."""
+NUM_ENCODE_THREADS = 3
+NUM_GRAMMAR_THREADS = 2
+"""In each of the two pools a tenant may have all threads but one: the last is for the others."""
+MAX_ENCODE_JOBS = 256
+MAX_GRAMMAR_JOBS = 128
+"""Running and waiting; half of them for one tenant."""
+GRAMMAR_NICENESS = 5
+"""Compiling lets the engine go first; on a busy machine it still has a quarter of a core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +44,8 @@ class Service:
         self.model_name = model_name
         self.started_at = started_at
         self.max_priority = max_priority
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="aside")
-        self._num_aside = 0
-        self._lock = threading.Lock()
+        self._encoding = _threads("encode", NUM_ENCODE_THREADS, MAX_ENCODE_JOBS)
+        self._compiling = _threads("grammar", NUM_GRAMMAR_THREADS, MAX_GRAMMAR_JOBS, GRAMMAR_NICENESS)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -69,42 +70,33 @@ class Service:
         self.check_model(model_name)
         self.bridge.admission.check_room()
 
-    async def aside[T](self, function: Callable[..., T], *args: Any) -> T:
-        """Run something slow off the event loop, for a bounded time and with a bounded queue."""
-        if self._num_aside >= MAX_ASIDE:
-            raise OverloadError("too many prompts are being read", retry_after_s=1)
-        with self._lock:
-            self._num_aside += 1
-        job = self._threads.submit(function, *args)
-        job.add_done_callback(self._end_aside)
-        try:
-            return await asyncio.wait_for(asyncio.wrap_future(job), ASIDE_TIMEOUT_S)
-        except TimeoutError:
-            if job.cancelled():  # it never began
-                raise OverloadError("too many prompts are being read", retry_after_s=5) from None
-            raise ApiError(400, f"reading the request took more than {ASIDE_TIMEOUT_S:g} s", code="too_slow") from None
+    async def run_in_thread[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
+        """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""
+        return await _in_time(self._encoding, caller, function, *args)
 
-    def _end_aside(self, _: object) -> None:
-        with self._lock:
-            self._num_aside -= 1
+    async def encode(self, caller: Caller, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text that may be long, made off the event loop."""
+        return await self.run_in_thread(caller, self.encode_sync, text, add_special)
 
-    async def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text that may be long."""
-        return await self.aside(self.encode_here, text, add_special)
-
-    def encode_here(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """The same on this thread."""
+    def encode_sync(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a text, made on this thread; errors name the text `param`."""
         tokenizer = self.tokenizer
         if len(text) > self.max_model_len * tokenizer.longest_piece:
             message = f"{param}: {len(text):,} characters cannot fit into max_model_len={self.max_model_len} tokens"
             raise ApiError(400, message, param=param, code="context_length_exceeded")
-        return tokenizer.encode(text, add_special)
+        try:
+            return tokenizer.encode(text, add_special)
+        except ValueError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
-    async def compile(self, structured: Structured | None, salt: str) -> Grammar | None:
-        """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt."""
+    async def compile(self, caller: Caller, structured: Structured | None, salt: str) -> Grammar | None:
+        """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt.
+
+        Grammars have threads of their own, because compiling one takes as long as encoding thousands of prompts.
+        """
         if structured is None:
             return None
-        return await self.aside(self.bridge.llm.engine.compile_grammar, structured, salt)
+        return await _in_time(self._compiling, caller, self.bridge.llm.engine.compile_grammar, structured, salt)
 
     def cancel(self, streams: Sequence[Stream]) -> None:
         """End what has not ended."""
@@ -113,4 +105,24 @@ class Service:
 
     def close(self) -> None:
         """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._encoding.close()
+        self._compiling.close()
+
+
+def _threads(name: str, num_threads: int, max_jobs: int, niceness: int = 0) -> FairThreads:
+    return FairThreads(
+        name,
+        num_threads=num_threads,
+        max_running_each=num_threads - 1,
+        max_jobs=max_jobs,
+        max_jobs_each=max_jobs // 2,
+        timeout_s=TIMEOUT_S,
+        niceness=niceness,
+    )
+
+
+async def _in_time[T](threads: FairThreads, caller: Caller, function: Callable[..., T], *args: Any) -> T:
+    try:
+        return await threads.run(caller.tenant, function, *args)
+    except SlowJobError as error:
+        raise ApiError(400, f"reading the request: {error}", code="too_slow") from None

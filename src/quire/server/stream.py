@@ -12,10 +12,14 @@ from quire.core.sequence import Sequence, TokenLogprob
 class StreamError(Exception):
     """A request that began cannot be finished; the message is for its client."""
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str, *, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.reason = reason
         """"deadline", "cancelled", "invalid", "unavailable" or "error"."""
+        self.field = field
+        """The field of the request that has to change, of an invalid one."""
+        self.code = code or reason
+        """What programs tell errors apart by."""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ a form that needs more fails, and with it the sequences that it constrains, nobo
 not: see `quire.structured.sandbox`.
 """
 
+import hashlib
 import json
 import logging
 import threading
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from quire.field_error import FieldError
 from quire.structured.form import Structured
 from quire.structured.sandbox import GrammarTrial
 from quire.text.tokenizer import Tokenizer
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
 
 MAX_COMPILED = 32
 """Compiled forms that are kept."""
+MAX_REFUSED = 1024
+"""Refused forms that are remembered, about 1 kB each."""
+REFUSED_SECONDS = 300
+"""For how long: what a form takes depends a little on the machine, so that it is tried again at some time."""
 
 _LIMITS: dict[str, Any] = {
     "max_items_in_row": 1_000,
@@ -64,6 +70,8 @@ class GrammarCompiler:
         self._vocabulary = Vocabulary.of(tokenizer, vocab_size, eos_ids)
         self._trial = GrammarTrial(self._vocabulary)
         self._kept: OrderedDict[tuple[Structured, str], TokenMatcher] = OrderedDict()
+        self._refused: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        """Digest of form and salt -> what is wrong with it, and until when that holds; oldest first."""
         self._lock = threading.Lock()
         self._library: llguidance.LLTokenizer | None = None
 
@@ -80,9 +88,10 @@ class GrammarCompiler:
                 self._kept.move_to_end(key)
                 return self._kept[key].copy()
         try:
-            first = self._compile(structured, where, trusted=trusted)
+            first = self._compile(structured, salt, where, trusted=trusted)
         except ImportError:
-            raise ValueError(f"{where} needs the library llguidance: pip install quire[server]") from None
+            message = f"{where} needs the library llguidance: pip install quire[server]"
+            raise FieldError(message, field=structured.name) from None
         matcher = TokenMatcher(first, self._vocabulary.text_words, partial(self._forget, key))
         with self._lock:
             self._kept[key] = matcher
@@ -90,20 +99,36 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
         return matcher.copy()
 
-    def _compile(self, structured: Structured, where: str, *, trusted: bool) -> "llguidance.LLMatcher":
+    def _compile(self, structured: Structured, salt: str, where: str, *, trusted: bool) -> "llguidance.LLMatcher":
         import llguidance  # noqa: F401  first of all, so that it is missed by name
 
         text = in_their_words(structured)
-        if not trusted and (problem := self._trial.run(text)):
-            raise ValueError(f"{where} is refused: {problem}")
+        if not trusted and (problem := self._try(text, salt)):
+            raise FieldError(f"{where} is refused: {problem}", field=structured.name)
         with self._lock:
             if self._library is None:
                 self._library = self._vocabulary.as_library()
             library = self._library
         matcher = start(library, text)
         if matcher.is_error():
-            raise ValueError(f"{where} is refused: {reason(matcher)}")
+            raise FieldError(f"{where} is refused: {reason(matcher)}", field=structured.name)
         return matcher
+
+    def _try(self, text: str, salt: str) -> str | None:
+        """What is wrong with a form; one that was refused a while ago under this salt is refused again at once."""
+        digest = hashlib.sha256(f"{len(salt)} {salt}{text}".encode("utf-8", "surrogatepass")).digest()
+        with self._lock:
+            problem, until = self._refused.get(digest, ("", 0.0))
+        if time.monotonic() < until:
+            return problem
+        verdict = self._trial.run(text)
+        if verdict.problem and verdict.is_final:
+            with self._lock:
+                self._refused.pop(digest, None)
+                self._refused[digest] = verdict.problem, time.monotonic() + REFUSED_SECONDS
+                if len(self._refused) > MAX_REFUSED:
+                    self._refused.popitem(last=False)
+        return verdict.problem
 
     def _forget(self, key: tuple[Structured, str]) -> None:
         with self._lock:

@@ -6,6 +6,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.field_error import FieldError
+
 MAX_LEN = 65_536
 """Characters of a schema, an expression, a grammar or all choices together."""
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -31,30 +33,38 @@ class Structured:
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         if len(given) != 1:
-            raise ValueError(
-                f"{self.name} must have exactly one of {', '.join(KINDS)}; it has {' and '.join(given) or 'none'}"
-            )
+            message = f"{self.name} must have exactly one of {', '.join(KINDS)}; it has {' and '.join(given) or 'none'}"
+            raise FieldError(message, field=self.name)
         value, where = getattr(self, given[0]), f"{self.name}.{given[0]}"
-        if given[0] == "json_object":
-            if value is not True:
-                raise ValueError(f"{where}={value!r} must be True or False")
-            return
-        if given[0] == "json_schema":
-            value = text = _schema_text(where, value)
-        elif given[0] == "choice":
-            value = _choices(where, value)
-            text = "\n".join(value)
-        elif isinstance(value, str):
-            text = value
-        else:
-            raise ValueError(f"{where} must be a string, got {type(value).__name__}")
-        _check_text(where, text)
+        try:
+            value = _checked(given[0], where, value)
+        except ValueError as error:
+            raise FieldError(str(error), field=self.name) from None
         object.__setattr__(self, given[0], value)
 
     @property
     def kind(self) -> str:
         """Which of the fields is given."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
+
+
+def _checked(kind: str, where: str, value: Any) -> Any:
+    """A form's value as it is kept: immutable, and nothing but text; ValueError otherwise."""
+    if kind == "json_object":
+        if value is not True:
+            raise ValueError(f"{where}={value!r} must be True or False")
+        return value
+    if kind == "json_schema":
+        value = text = _schema_text(where, value)
+    elif kind == "choice":
+        value = _choices(where, value)
+        text = "\n".join(value)
+    elif isinstance(value, str):
+        text = value
+    else:
+        raise ValueError(f"{where} must be a string, got {type(value).__name__}")
+    _check_text(where, text)
+    return value
 
 
 def _schema_text(where: str, schema: Any) -> str:

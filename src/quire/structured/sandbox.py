@@ -6,7 +6,7 @@ compute for minutes (many `patternProperties`); in the engine's process each of 
 
     the engine's process    python -m quire.structured.sandbox         a child for each form
     GrammarTrial.run   -->  knows the vocabulary, and forks  -->  compiles and draws some texts, under limits
-                       <--  what the child said, or its end  <--
+                       <--  what the child wrote, or its end <--
 
 What has passed is compiled again where it is needed, and takes there what it took here.
 """
@@ -19,11 +19,10 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import llguidance
@@ -39,57 +38,106 @@ MAX_STEP_SECONDS = 0.05
 NUM_TEXTS, NUM_STEPS = 3, 24
 """Texts that are drawn from a form, and their tokens."""
 
+PATIENCE_SECONDS = 5
+"""By the clock, for one form: the machine may be busy."""
+ANSWER_SECONDS = 2 * PATIENCE_SECONDS
+"""By the clock, until the process that tries forms is taken to hang."""
+START_SECONDS = 30
+"""The same for the first form, before which the process has to start."""
+
 _STACK_BYTES = 2 << 20  # a thread of the engine has four times as much
-_PATIENCE = 5  # seconds by the clock, on a machine that is busy
+
+
+class Verdict(NamedTuple):
+    """What trying a form came to."""
+
+    problem: str | None
+    """Why the form is refused; None if it is not."""
+    is_final: bool
+    """Whether trying it again would come to the same: not where the machine was busy, or the process was ended."""
 
 
 class GrammarTrial:
-    """The process that tries forms; it is started when there is one. Threads may share it, and wait for each other."""
+    """The processes that try forms: one for each thread that tries one at the same time, started when there is one."""
 
     def __init__(self, vocabulary: "Vocabulary") -> None:
         self._vocabulary = vocabulary
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._idle: list[_TrialProcess] = []
+        """Processes that nobody waits for; appending and popping are atomic."""
 
-    def run(self, text: str) -> str | None:
-        """Why a form, in llguidance's words, is refused; None if it is not."""
-        with self._lock:
-            for _ in range(2):  # somebody may have ended the process since the last time
-                process = self._process or self._start()
-                try:
-                    _send(process, text)
-                    return json.loads(process.stdout.readline())  # pyright: ignore
-                except (OSError, ValueError):
-                    _stop(process)
-                    self._process = None
-        return "it could not be tried: the process that does so ends"
+    def run(self, text: str) -> Verdict:
+        """Try a form in llguidance's words. It takes a bounded time, whatever the process does."""
+        for _ in range(2):  # somebody may have ended the process since the last time
+            process = self._idle.pop() if self._idle else _TrialProcess(self._vocabulary)
+            try:
+                problem, is_final = process.ask(text)
+            except TimeoutError:
+                process.stop()
+                return Verdict("it could not be tried in time", is_final=False)
+            except (OSError, ValueError):
+                process.stop()
+            else:
+                self._idle.append(process)
+                return Verdict(problem, is_final)
+        return Verdict("it could not be tried: the process that does so ends", is_final=False)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+
+class _TrialProcess:
+    """One process that tries forms, seen from outside."""
+
+    def __init__(self, vocabulary: "Vocabulary") -> None:
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread, one heap
-        self._process = process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.structured.sandbox"],
+            bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,  # Ctrl-C is not for it
         )
-        weakref.finalize(self, _stop, process)
-        vocabulary = self._vocabulary
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
+        os.set_blocking(self._in, False)  # a process that does not read must not hold us up either
         tokens = [token.decode("latin-1") for token in vocabulary.tokens]
-        with contextlib.suppress(OSError):
-            _send(process, [tokens, vocabulary.special_token_ids, vocabulary.eos_ids])
-        return process
+        self._first = _line([tokens, vocabulary.special_token_ids, vocabulary.eos_ids])
+        """What it has to be told before the first form: the vocabulary."""
+        self.stop = weakref.finalize(self, _stop, self._process)
+
+    def ask(self, text: str) -> tuple[str | None, bool]:
+        """What the process says of a form. TimeoutError if it says nothing for too long, OSError if it has ended."""
+        first, self._first = self._first, b""
+        deadline = time.monotonic() + (START_SECONDS if first else ANSWER_SECONDS)
+        left = memoryview(first + _line(text))
+        while left:
+            _wait(self._in, select.POLLOUT, deadline)
+            left = left[os.write(self._in, left[: 1 << 16]) :]
+        answer = b""
+        while not answer.endswith(b"\n"):
+            _wait(self._out, select.POLLIN, deadline)
+            part = os.read(self._out, 1 << 16)
+            if not part:
+                raise BrokenPipeError("the process has ended")
+            answer += part
+        return json.loads(answer)
 
 
-def _send(process: subprocess.Popen[bytes], message: object) -> None:
-    assert process.stdin is not None
-    process.stdin.write(json.dumps(message).encode() + b"\n")
-    process.stdin.flush()
+def _wait(pipe: int, event: int, deadline: float) -> None:
+    """Until a pipe can be read from or written to, or has been closed; TimeoutError if not by the deadline."""
+    poll = select.poll()  # select takes no number above 1023, and a server has many connections
+    poll.register(pipe, event)
+    if not poll.poll(1000 * max(deadline - time.monotonic(), 0)):
+        raise TimeoutError
+
+
+def _line(message: object) -> bytes:
+    return json.dumps(message).encode() + b"\n"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)  # the child that it may have, too
     for pipe in (process.stdin, process.stdout):
         with contextlib.suppress(OSError):
             pipe.close()  # pyright: ignore
@@ -111,7 +159,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _try_in_child(library: "llguidance.LLTokenizer", text: str) -> str | None:
+def _try_in_child(library: "llguidance.LLTokenizer", text: str) -> Verdict:
     end, childs_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -120,18 +168,20 @@ def _try_in_child(library: "llguidance.LLTokenizer", text: str) -> str | None:
             os.write(childs_end, json.dumps(_try(library, text)).encode())
         os._exit(0)
     os.close(childs_end)
-    answer, deadline = b"", time.monotonic() + _PATIENCE
-    while select.select([end], [], [], max(deadline - time.monotonic(), 0))[0]:
+    answer, deadline, is_over = b"", time.monotonic() + PATIENCE_SECONDS, False
+    while not is_over and select.select([end], [], [], max(deadline - time.monotonic(), 0))[0]:
         part = os.read(end, 1 << 16)
         answer += part
-        if not part:
-            break
+        is_over = not part
     os.close(end)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
+    if not is_over:
+        return Verdict(f"it has not been compiled within {PATIENCE_SECONDS} s on a busy machine", is_final=False)
     if answer:
-        return json.loads(answer)
-    return f"it takes more than {MAX_SECONDS} s or {MAX_BYTES >> 20} MiB to compile, or is nested too deeply"
+        return Verdict(json.loads(answer), is_final=True)
+    too_much = f"it takes more than {MAX_SECONDS} s or {MAX_BYTES >> 20} MiB to compile, or is nested too deeply"
+    return Verdict(too_much, is_final=True)
 
 
 def _limit_myself() -> None:

@@ -31,6 +31,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from quire.field_error import FieldError
+
 MAX_TEMPLATE_CHARS = 2**17
 """The largest known template has about 2**15 characters."""
 MAX_PROMPT_CHARS = 2**23
@@ -127,14 +129,15 @@ def default_template(value: Any, field: str) -> str | None:
 
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
-        raise ValueError("messages is empty; a chat needs at least one message")
+        raise FieldError("messages is empty; a chat needs at least one message", field="messages")
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            raise ValueError(f"messages[{i}] must be an object with role and content, got {type(message).__name__}")
+            got = type(message).__name__
+            raise FieldError(f"messages[{i}] must be an object with role and content, got {got}", field="messages")
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
                 got = type(message[field]).__name__ if field in message else "nothing"
-                raise ValueError(f"messages[{i}].{field} must be a string, got {got}")
+                raise FieldError(f"messages[{i}].{field} must be a string, got {got}", field="messages")
     return [dict(message) for message in messages]
 
 

@@ -357,7 +357,7 @@ class Methods(Calls):
                 read = await read_chat(service, asked, caller)
             else:
                 read = await read_completion(service, asked, caller, default_max_tokens=None)
-            grammar = await service.compile(read.structured, read.requests[0].cache_salt)
+            grammar = await service.compile(caller, read.structured, read.requests[0].cache_salt)
             (running.stream,) = service.bridge.submit(read.requests, timeout_s=self._timeout_s(call), grammar=grammar)
             if running.is_aborted:  # while it was read
                 running.stream.cancel()

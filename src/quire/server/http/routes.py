@@ -64,7 +64,7 @@ class Api:
         return await self._answer(request, await read_chat(self.service, asked, request.state.caller))
 
     async def _answer(self, request: HttpRequest, asked: Asked) -> Response:
-        grammar = await self.service.compile(asked.structured, asked.requests[0].cache_salt)
+        grammar = await self.service.compile(request.state.caller, asked.structured, asked.requests[0].cache_salt)
         limit = float(self.config.request_timeout_s)
         timeout_s = limit if asked.timeout_s is None else min(asked.timeout_s, limit)
         streams = self.service.bridge.submit(asked.requests, timeout_s=timeout_s, grammar=grammar)
@@ -89,14 +89,15 @@ class Api:
         """`/tokenize`."""
         asked = _decode(await request.body(), schema.TokenizeRequest)
         self.service.check_model(asked.model)
-        tokens = await self.service.encode(asked.prompt, asked.add_special_tokens)
+        tokens = await self.service.encode(request.state.caller, asked.prompt, asked.add_special_tokens)
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.service.max_model_len})
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """`/detokenize`."""
         asked = _decode(await request.body(), schema.DetokenizeRequest)
         self.service.check_model(asked.model)
-        return json_response({"prompt": await self.service.aside(self.service.tokenizer.decode, asked.tokens, False)})
+        decode, caller = self.service.tokenizer.decode, request.state.caller
+        return json_response({"prompt": await self.service.run_in_thread(caller, decode, asked.tokens, False)})
 
     async def models(self, request: HttpRequest) -> Response:
         """`/v1/models`."""

@@ -42,7 +42,7 @@ async def read_completion(
 ) -> Asked:
     """The requests of a completion: one for each prompt. OpenAI's default is 16 tokens; None is as many as fit."""
     service.check_arrival(asked.model)
-    prompts = await _prompts(service, asked.prompt)
+    prompts = await _prompts(service, asked.prompt, caller)
     scored = asked.echo and asked.logprobs is not None
     params = _sampling(
         asked,
@@ -54,15 +54,15 @@ async def read_completion(
     return _asked(service, asked, caller, answer, prompts, params, structured=_structured(asked.structured_outputs))
 
 
-async def _prompts(service: Service, prompt: Any) -> list[list[int]]:
+async def _prompts(service: Service, prompt: Any, caller: Caller) -> list[list[int]]:
     if isinstance(prompt, str):
-        return [await service.encode(prompt)]
+        return [await service.encode(caller, prompt)]
     if isinstance(prompt[0], int):
         return [_ids(service, prompt)]
     if len(prompt) > schema.MAX_PROMPTS:
         raise ApiError(400, f"prompt: {len(prompt)} prompts, at most {schema.MAX_PROMPTS}", param="prompt")
     if all(isinstance(entry, str) for entry in prompt):
-        return [await service.encode(entry) for entry in prompt]
+        return [await service.encode(caller, entry) for entry in prompt]
     if isinstance(prompt[0], list):
         return [_ids(service, entry) for entry in prompt]
     raise _mixed()
@@ -102,9 +102,9 @@ async def read_chat(service: Service, asked: schema.ChatRequest, caller: Caller)
 
     def prompt_ids() -> list[int]:
         messages = [_message(message) for message in asked.messages]
-        return service.encode_here(tokenizer.render_chat(messages, **kwargs), add_special=False, param="messages")
+        return service.encode_sync(tokenizer.render_chat(messages, **kwargs), add_special=False, param="messages")
 
-    prompt = await service.aside(prompt_ids)
+    prompt = await service.run_in_thread(caller, prompt_ids)
     params = _sampling(
         asked,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
