@@ -23,7 +23,7 @@ PATIENCE = 2
 
 WEIGHTS = {
     "step": 60, "add": 24, "fork": 4, "abort_one": 4, "abort_request": 2, "abort_in_flight": 2, "preempt": 5,
-    "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "look": 0.4,
+    "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "snapshot": 0.4,
 }  # fmt: skip
 
 

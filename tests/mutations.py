@@ -29,15 +29,15 @@ def skip_a_decrement(patch):
 @mutation
 def share_a_partial_page(patch):
     """A fork takes the parent's last page as it is, instead of a copy."""
-    find = PageTables.find
+    find_prefix = PageTables.find_prefix
 
     def find_whole(self, sequence, unwritten=()):
-        found = find(self, sequence, unwritten)
+        found = find_prefix(self, sequence, unwritten)
         if found.copy_from is None:
             return found
         return ReusedPrefix([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
 
-    patch.setattr(PageTables, "find", find_whole)
+    patch.setattr(PageTables, "find_prefix", find_whole)
 
 
 @mutation
@@ -190,8 +190,8 @@ def poison_what_was_just_filled(patch):
 @mutation
 def copy_from_the_unwritten(patch):
     """A fork copies from a relative whose own pages are only filled by the same plan."""
-    find = PageTables.find
-    patch.setattr(PageTables, "find", lambda self, sequence, unwritten=(): find(self, sequence, ()))
+    find_prefix = PageTables.find_prefix
+    patch.setattr(PageTables, "find_prefix", lambda self, sequence, unwritten=(): find_prefix(self, sequence, ()))
 
 
 @mutation
@@ -223,7 +223,7 @@ def drop_the_last_score(patch):
 @mutation
 def go_on_past_the_pages(patch):
     """Rows may run more rounds than their pages hold."""
-    patch.setattr(PageTables, "reach", lambda self, sequence, end: end)
+    patch.setattr(PageTables, "reachable_end", lambda self, sequence, end: end)
     grow = PageTables.grow
     patch.setattr(
         PageTables, "grow", lambda self, sequence, end: grow(self, sequence, min(end, len(sequence.tokens) + 1))
