@@ -79,7 +79,9 @@ class Life(RuleBasedStateMachine):
     def disturb(self, name, choices):
         self.play(name, choices)
 
-    @rule(name=st.sampled_from(["evict", "set_weights", "reset", "snapshot"]), choices=st.randoms(use_true_random=False))
+    @rule(
+        name=st.sampled_from(["evict", "set_weights", "reset", "snapshot"]), choices=st.randoms(use_true_random=False)
+    )
     def meddle(self, name, choices):
         self.play(name, choices)
 
