@@ -3,13 +3,18 @@
 A mutation is a function that patches classes through pytest's monkeypatch; its name says what goes wrong.
 """
 
+from dataclasses import replace
+
 from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.pages import PageAllocator
 from quire.core.planner import Planner
 from quire.core.prefix_cache import PrefixCache
 from quire.core.scheduler import Scheduler
-from quire.core.sequence import SequenceState
-from tests.histories import ToyGrammar
+from quire.core.sequence import Sequence, SequenceState
+from quire.engine import packer
+from quire.engine.engine import Engine
+from quire.text.detokenizer import TextStream
+from tests.histories import DEFAULTS, FIELDS, ToyGrammar
 
 MUTATIONS = {}
 
@@ -281,3 +286,82 @@ def go_on_without_the_grammar(patch):
             row.sequence.grammar = grammar
 
     patch.setattr(Scheduler, "_reserve_ahead", reserve_for_all)
+
+
+@mutation
+def share_a_text_stream(patch):
+    """A fork reads its tokens with its parent's decoder."""
+    patch.setattr(TextStream, "fork", lambda self: self)
+
+
+@mutation
+def forget_what_was_read(patch):
+    """A fork's text begins where it was cut off its parent."""
+    fork = TextStream.fork
+
+    def fork_and_forget(self):
+        other = fork(self)
+        other._num_taken = self._num_taken
+        return other
+
+    patch.setattr(TextStream, "fork", fork_and_forget)
+
+
+@mutation
+def share_half_a_character(patch):
+    """A fork does not know of the bytes that its parent has decoded half."""
+    fork = TextStream.fork
+
+    def fork_at_a_character(self):
+        other = fork(self)
+        other._utf8.reset()
+        return other
+
+    patch.setattr(TextStream, "fork", fork_at_a_character)
+
+
+@mutation
+def share_the_log_probabilities(patch):
+    """A fork and its parent write to one list."""
+    fork = Sequence.fork
+
+    def fork_without_a_copy(self):
+        child = fork(self)
+        child.logprobs = self.logprobs
+        return child
+
+    patch.setattr(Sequence, "fork", fork_without_a_copy)
+
+
+@mutation
+def penalise_by_the_first_row(patch):
+    """Penalties look at the tokens of whoever comes first in the batch."""
+    pack = packer.pack_samples
+
+    def pack_with_row_0(samples, num_samples):
+        inputs = pack(samples, num_samples)
+        inputs.row_S[:] = 0
+        return inputs
+
+    patch.setattr(packer, "pack_samples", pack_with_row_0)
+
+
+def ignore(name):
+    """The engine never sees one of the sampling parameters."""
+
+    def put_in(patch):
+        add = Engine.add
+
+        def add_without(self, request, grammar=None):
+            try:
+                params = replace(request.params, **{name: getattr(DEFAULTS, name)})
+            except ValueError:  # the others make no sense without it
+                return add(self, request, grammar)
+            return add(self, replace(request, params=params), None if name == "structured" else grammar)
+
+        patch.setattr(Engine, "add", add_without)
+
+    return put_in
+
+
+MUTATIONS |= {f"ignore_{name}": ignore(name) for name in FIELDS}

@@ -3,8 +3,9 @@
 import codecs
 from typing import NamedTuple
 
+import numpy as np
+
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Sequence
 from quire.core.stopping import FinishReason, Grammar
 from quire.text.tokenizer import Tokenizer
 
@@ -17,56 +18,66 @@ class End(NamedTuple):
     text: str
 
 
-def expected_end(sequence: Sequence, tokenizer: Tokenizer | None, grammar: Grammar | None = None) -> End:
-    """Where the output of a sequence ends, why (None: it must go on), and its text up to there.
-
-    `grammar` is a fresh one. Without it a sequence with a form is taken to end where it did.
-    """
-    params, output = sequence.params, sequence.output_token_ids
+def expected_end(
+    params: SamplingParams,
+    output: list[int],
+    *,
+    max_tokens: int,
+    eos_ids: frozenset[int],
+    tokenizer: Tokenizer | None = None,
+    grammar: Grammar | None = None,
+) -> End:
+    """Where an output ends, why (None: it must go on), and its text up to there. The grammar is a fresh one."""
+    eos_ids = frozenset() if params.ignore_eos else eos_ids
     for count in range(1, len(output) + 1):
-        reason, drop = _judge(params, sequence, output[:count], tokenizer)
+        reason, drop = _judge(params, eos_ids, output[:count], tokenizer)
         if reason is None and grammar is not None:
-            reason = _judge_by_grammar(grammar, sequence, output[:count])
-        if reason is None and count >= sequence.max_tokens:
+            reason = _judge_by_grammar(grammar, params, eos_ids, output[:count])
+        if reason is None and count >= max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             return End(count, reason, text_of(params, output[:count], tokenizer, drop))
-    reason = FinishReason.LENGTH if sequence.max_tokens == 0 else None
-    if params.structured is not None and grammar is None:
-        reason = sequence.finish_reason
-    return End(len(output), reason, text_of(params, output, tokenizer))
+    return End(len(output), None if max_tokens else FinishReason.LENGTH, text_of(params, output, tokenizer))
 
 
 def _judge(
-    params: SamplingParams, sequence: Sequence, output: list[int], tokenizer: Tokenizer | None
+    params: SamplingParams, eos_ids: frozenset[int], output: list[int], tokenizer: Tokenizer | None
 ) -> tuple[FinishReason | None, int]:
     """The reason to end with the last token, and how many tokens at the end have no text."""
     if len(output) < params.min_tokens:
         return None, 0
-    if output[-1] in sequence.eos_ids:
+    if output[-1] in eos_ids:
         return FinishReason.EOS, 1
     if output[-1] in params.stop_token_ids:
         return FinishReason.STOP, 1
     for ids in params.stop_sequences:
         if tuple(output[-len(ids) :]) == ids:
             return FinishReason.STOP, len(ids)
-    if tokenizer and _first_stop(params, output, tokenizer, flush=False)[1] is not None:
+    if tokenizer and params.stop_strings and _first_stop(params, output, tokenizer, flush=False)[1] is not None:
         return FinishReason.STOP, 0
     return None, 0
 
 
-def _judge_by_grammar(grammar: Grammar, sequence: Sequence, output: list[int]) -> FinishReason | None:
+def _judge_by_grammar(
+    grammar: Grammar, params: SamplingParams, eos_ids: frozenset[int], output: list[int]
+) -> FinishReason | None:
     if not grammar.advance(output, 0):
         return FinishReason.ABORT
-    words = grammar.mask()
-    allowed = {token for token in range(32 * len(words)) if words[token // 32] >> (token % 32) & 1}
-    has_text = bool(allowed)
-    allowed |= sequence.eos_ids if grammar.accepts else set()
-    if len(output) < sequence.params.min_tokens:
-        allowed -= set(sequence.stop_ids)
-    if has_text and allowed:
+    if tokens_of(grammar.mask()) and allowed_tokens(grammar, params, eos_ids, len(output)):
         return None
     return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
+
+
+def allowed_tokens(grammar: Grammar, params: SamplingParams, eos_ids: frozenset[int], num_output: int) -> set[int]:
+    """What may be drawn after an output that a grammar has read."""
+    ends = eos_ids if grammar.accepts else frozenset()
+    allowed = tokens_of(grammar.mask()) | ends
+    return allowed - eos_ids - set(params.stop_token_ids) if num_output < params.min_tokens else allowed
+
+
+def tokens_of(mask: np.ndarray) -> set[int]:
+    """The tokens whose bits are set."""
+    return {int(i) for i in np.flatnonzero(np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little"))}
 
 
 def text_of(params: SamplingParams, output: list[int], tokenizer: Tokenizer | None, drop: int = 0) -> str:

@@ -207,7 +207,9 @@ def test_a_fork_says_what_its_tokens_say_alone(params, reads):
             assert child.tokens[: len(so_far)] == so_far
             for sequence, read in ((parent, parent_read), (child, "")):
                 form = sequence.params.structured
-                expected = expected_end(sequence, e.tokenizer, form and e.compile_grammar(form, trusted=True))
+                grammar = form and e.compile_grammar(form, trusted=True)
+                more = {"max_tokens": 14, "eos_ids": e.eos_ids, "tokenizer": e.tokenizer, "grammar": grammar}
+                expected = expected_end(sequence.params, sequence.output_token_ids, **more)
                 assert (sequence.num_output, sequence.finish_reason, read + new_text(sequence)) == expected
                 assert len(sequence.logprobs) == (sequence.num_output if sequence.params.logprobs else 0)
     assert num_forks > 20
