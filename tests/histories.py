@@ -423,7 +423,7 @@ class History:
     def preempt(self, swap: bool | None = None) -> None:
         running = self.engine.scheduler.running
         if running:
-            swap = self.random.choice((True, False, None)) if swap is None else swap
+            swap = self.random.choice((True, True, False, None)) if swap is None else swap
             target = self.random.choice(running)
             self.engine.scheduler.preempt(target, swap=swap)
             self.meet("swap" if target.state is SequenceState.SWAPPED else "recompute", [target])
@@ -438,7 +438,7 @@ class History:
         self.runner.fail_next = None
 
     def set_weights(self, running: str | None = None) -> None:
-        running = running or self.random.choice(("keep", "recompute", "abort"))
+        running = running or self.random.choice(("keep", "keep", "recompute", "abort"))
         begun = [s for s in self.alive if any(m.num_computed for m in s.family)]
         self.meet(f"weights, {running}", begun)
         for sequence in self.alive:

@@ -142,6 +142,20 @@ def leave_the_version_out_of_the_hash(patch):
 
 
 @mutation
+def mix_the_swapped_with_new_weights(patch):
+    """A swapped sequence of old weights begins with pages that new ones have computed."""
+    find_prefix = PageTables.find_prefix
+
+    def find_any(self, sequence, unwritten=()):
+        if sequence.state is not SequenceState.SWAPPED:
+            return find_prefix(self, sequence, unwritten)
+        pages = self._match(sequence, sequence.num_computed)
+        return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
+
+    patch.setattr(PageTables, "find_prefix", find_any)
+
+
+@mutation
 def leave_the_salt_out_of_the_hash(patch):
     """One tenant finds another tenant's pages."""
     import quire.core.prefix_cache as module
