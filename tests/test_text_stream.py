@@ -131,6 +131,46 @@ def test_only_the_first_space_is_stripped():
     assert "".join(stream(text_stream, ids)) == " a b" == SENTENCEPIECE.decode(ids)
 
 
+@given(
+    any_ids | ab_ids,
+    any_ids | ab_ids,
+    any_ids | ab_ids,
+    ab_stops,
+    st.lists(st.lists(st.sampled_from([97, 98, 257]), min_size=1, max_size=4).map(tuple), max_size=2),
+    st.integers(0, 12),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_fork_goes_on_as_if_it_had_read_everything_alone(
+    before: list[int], ours: list[int], theirs: list[int], stops, sequences, min_tokens, is_taken, include_stop
+):
+    """Whatever is under way at the fork: half a character, half a stop string, half a stop id sequence."""
+
+    def fresh() -> TextStream:
+        return TextStream(TOKENIZER, stops, sequences, min_tokens, include_stop=include_stop)
+
+    parent = fresh()
+    taken = [*stream(parent, before), parent.take()] if is_taken else [str(parent.advance(before))[:0]]
+    child = parent.fork()
+    for text_stream, ids, deltas in ((parent, before + ours, taken), (child, before + theirs, [])):
+        alone = fresh()
+        assert text_stream.advance(ids) == alone.advance(ids)
+        assert text_stream.num_tokens == alone.num_tokens
+        longest = min(max([1, *map(len, sequences)]), text_stream.num_tokens)
+        drop = 0 if text_stream is parent and is_taken else longest
+        assert "".join([*deltas, text_stream.take(), text_stream.finish(drop)]) == alone.take() + alone.finish(drop)
+
+
+def test_who_reads_a_fork_has_read_nothing_yet():
+    parent = TextStream(TOKENIZER)
+    parent.advance(list(b"abc"))
+    assert parent.take() == "abc"
+    child = parent.fork()
+    assert [child.take(), child.take(), child.text] == ["abc", "", "abc"]
+    child.advance(list(b"abcd"))
+    assert [child.take(), child.text, parent.take(), parent.text] == ["d", "abcd", "", "abc"]
+
+
 def test_calling_twice_is_free():
     text_stream = TextStream(TOKENIZER)
     ids = list(b"abc")

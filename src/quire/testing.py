@@ -30,6 +30,7 @@ from quire.device.inputs import (
     StepOutput,
 )
 from quire.engine.engine import Engine
+from quire.text.tokenizer import Tokenizer
 
 Place = tuple[int, int, int]
 """Token, weights, hash of everything up to here."""
@@ -260,7 +261,14 @@ class FakeClock:
         return self._now
 
 
-def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: int = 0, **knobs: Any) -> Engine:
+def fake_engine(
+    *,
+    vocab_size: int = 11,
+    eos_ids: tuple[int, ...] = (0,),
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    **knobs: Any,
+) -> Engine:
     """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
     defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     defaults["max_rounds"] = 1
@@ -286,4 +294,4 @@ def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: 
         vocab_size=vocab_size,
         num_host_pages=config.num_host_pages or 0,
     )
-    return Engine(model, None, config, runner=runner, clock=FakeClock(seed))
+    return Engine(model, None, config, tokenizer=tokenizer, runner=runner, clock=FakeClock(seed))

@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import NamedTuple
 
+from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
 from quire.core.plan import PageOperations
 from quire.core.prefix_cache import PrefixCache
@@ -240,7 +241,7 @@ class PageTables:
         on_host = self._on_host(sequence)
         shared = [page for page in on_host if page is not None]
         self.host.retain(shared)
-        new = iter(self.host.allocate(len(on_host) - len(shared)))
+        new = iter(self._allocate_host(len(on_host) - len(shared)))
         for page, there in zip(sequence.pages, on_host, strict=True):
             target = next(new) if there is None else there
             sequence.host_pages.append(target)
@@ -251,6 +252,14 @@ class PageTables:
                     self._host_page_of[name], self._host_hash_of[target] = target, name
         self.swapped_out.append(sequence)
         self._empty(sequence)
+
+    def _allocate_host(self, count: int) -> list[int]:
+        """Free host pages to fill. A plan fills them before it reads any: none may be one that it has yet to read."""
+        pages = self.host.allocate(count) if self.host else []
+        still_read = {source for source, _ in self._operations.swap_ins}.intersection(pages)
+        if still_read:
+            raise AuditError(f"host page {min(still_read)} is swapped in by this plan, and would be overwritten before")
+        return pages
 
     def _on_host(self, sequence: Sequence) -> list[int | None]:
         """For each page of a sequence, the host page that has the same KV already."""
@@ -296,6 +305,10 @@ class PageTables:
         """What the plan must do to pages before it writes; the next plan starts with none."""
         operations, self._operations = self._operations, PageOperations()
         filled = {page for _, page in chain(operations.copies, operations.swap_ins)}
+        host_filled = {page for _, page in operations.swap_outs}
+        num_fills = len(operations.copies) + len(operations.swap_ins)
+        if len(filled) != num_fills or len(host_filled) != len(operations.swap_outs):
+            raise AuditError(f"a plan fills a page twice: {operations}")
         operations.poisons = [page for page in dict.fromkeys(self._freed) if page not in filled]
         self._freed = []
         return operations

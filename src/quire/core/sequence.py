@@ -162,7 +162,10 @@ class Sequence:
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
 
     def fork(self) -> "Sequence":
-        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own.
+
+        Its text begins where its output does: what somebody has read of this one's text is still to be read of it.
+        """
         first = self.family[0]
         child = Sequence(
             self.request,
@@ -171,7 +174,7 @@ class Sequence:
             seed=self.seed,
             max_tokens=self.max_tokens,
             eos_ids=self.eos_ids,
-            text=self.text and self.text.sibling(),
+            text=self.text and self.text.fork(),
         )
         first.next_index += 1
         child.family = self.family

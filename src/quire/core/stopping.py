@@ -26,8 +26,8 @@ class StopDetector(Protocol):
         """Read on in the output, given whole, and say whether a stop string is complete."""
         ...
 
-    def sibling(self) -> "StopDetector":
-        """A fresh one for another sequence of the same request."""
+    def fork(self) -> "StopDetector":
+        """Another one that has read the same tokens, for another sequence of the same request."""
         ...
 
 
