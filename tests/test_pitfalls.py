@@ -16,7 +16,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
-from quire.engine.packer import Packer, step_shapes
+from quire.engine.packer import Packer
+from quire.engine.step_shapes import step_shapes
 from tests.core.fake import Arrivals, scheduler
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "quire"

@@ -14,7 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import NamedTuple
 
-from quire.core.errors import AuditError
+from quire.core.errors import AuditError, RequestError
 from quire.core.pages import PageAllocator
 from quire.core.plan import PageOperations
 from quire.core.prefix_cache import PrefixCache
@@ -65,6 +65,20 @@ class PageTables:
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold this many positions."""
         return -(-num_tokens // self.page_size)
+
+    def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
+        """Refuse a sequence that the pool could not hold even alone."""
+        # The last token drawn never needs a place: no later token looks at it.
+        needed = self.pages_for(prompt_len + max(max_tokens - 1, 0))
+        num_pages = self.allocator.num_pages
+        if needed > num_pages:
+            raise RequestError(
+                f"it needs {needed} pages for a prompt of {prompt_len} + {max_tokens} new tokens, the pool has "
+                f"{num_pages} pages of {self.page_size} tokens: lower max_tokens or raise num_pages",
+                field="max_tokens",
+                code="context_length_exceeded",
+                request_id=request_id,
+            )
 
     @property
     def num_available(self) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
+from quire.core.page_tables import PageTables
 from quire.core.plan import Row, Sample, StepPlan
 from quire.core.sequence import Sequence
 
@@ -80,3 +81,21 @@ class Planner:
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
         self._samples_left -= len(samples) - num_samples_before
+
+
+def reserve_rounds(plan: StepPlan, tables: PageTables, most: int) -> None:
+    """Let each row go on for up to `most` rounds, as far as its budget and the free pages reach.
+
+    Nobody is preempted, and nothing cached is given up, to reserve ahead. A row with a grammar needs the host after
+    every token. What a row does not use of its pages goes back at commit.
+    """
+    rows = plan.rows
+    for i, row in enumerate(rows):
+        sequence = row.sequence
+        rounds = min(most, sequence.max_tokens - sequence.num_output) if sequence.grammar is None else 1
+        missing = sequence.params.min_tokens - sequence.num_output
+        if missing > 0:  # until then its stop ids are forbidden, and after it they are not
+            rounds = min(rounds, missing)
+        end = tables.reachable_end(sequence, row.first + rounds)
+        tables.grow(sequence, end)
+        rows[i] = row._replace(max_rounds=end - row.first)

@@ -18,7 +18,7 @@ from quire.core.commit import accept_tokens, computed_end
 from quire.core.errors import AuditError, RequestError
 from quire.core.page_tables import PageTables
 from quire.core.plan import StepPlan, StepResult
-from quire.core.planner import Planner
+from quire.core.planner import Planner, reserve_rounds
 from quire.core.preemption import PreemptionCosts, num_promised, num_victims, prefers_swap
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.core.stopping import FinishReason
@@ -72,20 +72,9 @@ class Scheduler:
         """Sequences without a row, those that wait for a prompt too."""
         return len(self.waiting) + sum(map(len, self.waiting_for_prompt.values()))
 
-    def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
-        """Refuse a sequence that could not run even alone."""
-        # The last token drawn never needs a place: no later token looks at it.
-        needed = self.tables.pages_for(prompt_len + max(max_tokens - 1, 0))
-        num_pages = self.tables.allocator.num_pages
-        if needed > num_pages:
-            raise RequestError(
-                f"request {request_id} needs {needed} pages for a prompt of {prompt_len} + {max_tokens} new tokens, "
-                f"the pool has {num_pages} pages of {self.tables.page_size} tokens: lower max_tokens or raise num_pages"
-            )
-
     def add(self, sequence: Sequence) -> None:
         """Queue the first sequence of a family; the others wait for it to compute the prompt."""
-        self.check_fits(sequence.request.id, sequence.prompt_len, sequence.max_tokens)
+        self.tables.check_fits(sequence.request.id, sequence.prompt_len, sequence.max_tokens)
         self.waiting.push(sequence)
         if len(sequence.family) > 1:
             self.waiting_for_prompt[sequence.request.id] = sequence.family[1:]
@@ -227,30 +216,17 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, plan: StepPlan) -> None:
-        """Let every row of a plan that only decodes go on for some rounds, as far as its budget and free pages reach.
+        """Let every row of a plan that only decodes go on for some rounds: fewer when somebody watches or waits.
 
-        Nobody is preempted, and nothing cached is given up, to reserve ahead. When somebody waits for a place, no
-        round is run beyond the first budget that ends. A row with a grammar needs the host after every token. A row
-        that uses less than was reserved for it has ended, and gives everything back at commit.
+        When somebody waits for a place, no round is run beyond the first budget that ends.
         """
-        left = [row.sequence.max_tokens - row.sequence.num_output for row in plan.rows]
         most = self.max_rounds
         if self.waiting or any(row.sequence.request.stream or row.sequence.grammar for row in plan.rows):
             most = min(most, WATCHED_ROUNDS)
         if self.waiting:
-            most = min(most, *left)
-        if most == 1:
-            return
-        rows = plan.rows
-        for i, (row, budget) in enumerate(zip(rows, left, strict=True)):
-            sequence = row.sequence
-            rounds = min(most, budget) if sequence.grammar is None else 1
-            missing = sequence.params.min_tokens - sequence.num_output
-            if missing > 0:  # until then its stop ids are forbidden, and after it they are not
-                rounds = min(rounds, missing)
-            end = self.tables.reachable_end(sequence, row.first + rounds)
-            self.tables.grow(sequence, end)
-            rows[i] = row._replace(max_rounds=end - row.first)
+            most = min(most, *(row.sequence.max_tokens - row.sequence.num_output for row in plan.rows))
+        if most > 1:
+            reserve_rounds(plan, self.tables, most)
 
     def _make_room_for_head(self) -> None:
         """Preempt who comes after the head of the queue, when that lets it in."""
