@@ -15,7 +15,6 @@ from dataclasses import asdict
 from functools import wraps
 from typing import Any, Literal, Protocol
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
@@ -29,11 +28,12 @@ from quire.core.request import Request
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence, TokenEvent, Version
 from quire.core.stopping import Grammar
+from quire.device import memory
 from quire.device.inputs import StepInputs
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
 from quire.engine.packer import Packer, step_shapes
-from quire.engine.pool_size import host_pages, pool_pages
+from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
 from quire.engine.stats import EngineStats, Progress, StepTimer
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
@@ -55,8 +55,8 @@ class Runner(Protocol):
     seconds_per_move: float
     pages_per_move: int
     num_compiles: int
-    why_not_native: str | None
-    """Why attention does without the native kernel on a CPU, where it does."""
+    notes: tuple[str, ...]
+    """What a person should know at start, each in one sentence."""
 
     @property
     def num_programs(self) -> int:
@@ -126,8 +126,14 @@ class Engine:
         self._owner = threading.get_ident()
         self._timer = StepTimer(clock)
         mesh = mesh or make_mesh()
-        num_pages = config.num_pages or pool_pages(config, model, self.max_model_len, mesh)
-        num_host_pages = host_pages(config, model, num_pages)
+        kv_layout = {"dtype": config.dtype, "page_size": config.page_size, "attention": config.attention}
+        self._page_bytes = page_bytes = memory.page_bytes(model, mesh=mesh, **kv_layout)
+        budget = default_pool_bytes(memory.available_bytes(mesh), is_host_memory=memory.is_host_memory(mesh))
+        num_pages = config.num_pages or pool_pages(
+            config, self.max_model_len, page_bytes=page_bytes, default_budget=budget
+        )
+        available = memory.available_host_bytes()
+        num_host_pages = host_pages(config, num_pages, page_bytes=page_bytes, available_bytes=available)
         pages_per_row = min(-(-self.max_model_len // config.page_size), num_pages)
         shapes = step_shapes(config)
         tables = PageTables(
@@ -192,7 +198,7 @@ class Engine:
         num_pages, page_size = self.scheduler.tables.allocator.num_pages, self.config.page_size
         num_tokens = num_pages * page_size
         longest = min(self.max_model_len, num_tokens)
-        num_bytes = num_tokens * self.model.kv_bytes_per_token(jnp.dtype(self.config.dtype).itemsize)
+        num_bytes = num_pages * self._page_bytes
         at_once = min(num_tokens // longest, self.config.max_num_seqs)
         return (
             f"pool {num_pages:,} pages x {page_size} tokens = {num_tokens:,} tokens ({num_bytes / 2**30:.2f} GiB); "
