@@ -154,7 +154,9 @@ def test_freed_pages_are_nan_and_nobody_notices(params, alone):
         for _ in range(3):
             assert tokens(other.generate(PROMPTS, params)) == alone
         poisoned = sum(
-            bool(np.isnan(np.asarray(array)).any()) for layer in other.engine.runner._cache.layers for array in layer
+            bool(np.isnan(np.asarray(array)).any())
+            for layer in other.engine.runner._cache.layers
+            for array in layer.arrays
         )
         assert poisoned == 4, "the pages really were poisoned"
 
@@ -175,7 +177,7 @@ def test_whatever_lies_in_unwritten_pages_changes_nothing(attention, poison, alo
 def test_every_layer_has_its_own_pages(llm):
     """Pitfall 2.8.3 of the seeds: all layers sharing one cache."""
     llm.generate(PROMPTS[:3], GREEDY)
-    arrays = [np.asarray(array) for layer in llm.engine.runner._cache.layers for array in layer]
+    arrays = [np.asarray(array) for layer in llm.engine.runner._cache.layers for array in layer.arrays]
     assert len(arrays) == 2 * llm.engine.model.num_layers
     for i, a in enumerate(arrays):
         for b in arrays[i + 1 :]:

@@ -125,8 +125,8 @@ class LLM:
         if not quiet:
             runner = self._engine.runner
             print(f"quire: {self._engine.capacity}; {runner.num_programs} programs", file=sys.stderr)
-            if runner.why_not_native:
-                print(f"quire: attention runs in plain XLA, which is slower: {runner.why_not_native}", file=sys.stderr)
+            for note in runner.notes:
+                print(f"quire: {note}", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from quire.config import ModelConfig, engine_config
+from quire.config import AttentionConfig, ModelConfig, engine_config
 from quire.device.inputs import (
     INVALID,
     NUM_TOP_LOGPROBS,
@@ -80,7 +80,7 @@ class FakeRunner:
         self.seconds_per_move, self.pages_per_move = 5e-4, 4
         self.num_compiles = 0
         self.num_programs = 0
-        self.why_not_native: str | None = None
+        self.notes: tuple[str, ...] = ()
         self.num_runs = 0
         self.weights = 0
         self.during_run: Callable[[], None] | None = None
@@ -279,12 +279,9 @@ def fake_engine(
     model = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
-        num_layers=1,
         hidden_size=8,
         intermediate_size=8,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
+        attention=(AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8),),
         max_len=config.max_model_len or 64,
         eos_ids=eos_ids,
     )

@@ -20,10 +20,11 @@ from quire.core.sequence import Sequence
 from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import StepShape
-from quire.device.linear import MatmulKind, prepare
+from quire.device.linear import MatmulKind
 from quire.device.mesh import make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics, decoder, unembed
+from quire.device.models.weights import prepare
 from quire.engine.packer import Packer
 from tests.oracle import harness
 from tests.oracle.prompts import LENGTHS_12, LENGTHS_64, cut, texts
@@ -127,7 +128,7 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     """Every position's logits, through the real packing, pages and attention."""
     mesh = make_mesh()
     loaded = load_model(folder, mesh=mesh, dtype="float32")
-    ready = prepare(loaded.params, MatmulKind(native=False, int8=False))
+    ready = prepare(loaded.config, loaded.params, MatmulKind(native=False, int8=False))
     parts = ModelStatics(config=loaded.config, backend=get_backend(backend), mesh=mesh)
     layer = get_architecture(loaded.config.architecture).layer
     num_pages = -(-len(tokens) // page_size) + 3

@@ -34,11 +34,11 @@ from quire.device.inputs import (
     default_samples,
     with_defaults,
 )
-from quire.device.linear import choose_kind, prepare
+from quire.device.linear import choose_kind
 from quire.device.mesh import sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics, Params, decoder, unembed
-from quire.device.models.weights import place_params
+from quire.device.models.weights import check_params, prepare, replace_params
 from quire.device.rounds import run_rounds
 from quire.device.sampler import sample
 
@@ -102,13 +102,15 @@ class ModelRunner:
         self.seconds_per_move = 0.0
         """To move up to so many pages to host memory or back, as measured at warm-up."""
         self._fail_on_compile = fail_on_compile
-        self.kind = choose_kind(matmul, quantize, dtype, mesh)
-        """How the matmuls are computed."""
-        self.params = prepare(params, self.kind)
-        self.attention, self.why_not_native = choose_backend(attention, model, mesh.devices.flat[0].platform)
-        """The attention backend; and where it is not the CPU's own on a CPU, the reason in one sentence."""
+        self._matmul_kind = choose_kind(matmul, quantize, dtype, mesh)
+        self._params = prepare(model, params, self._matmul_kind)
+        self._is_complete = True
+        """Whether all weights are of one version; not while they are being replaced."""
+        backend, why_slower = choose_backend(attention, model, mesh.devices.flat[0].platform)
+        self.notes = (f"attention runs in plain XLA, which is slower: {why_slower}",) if why_slower else ()
+        """What a person should know at start, each in one sentence."""
         is_native = matmul != "xla" and native.why_not_on(mesh) is None
-        self.statics = ModelStatics(config=model, backend=get_backend(self.attention), mesh=mesh, native=is_native)
+        self.statics = ModelStatics(config=model, backend=get_backend(backend), mesh=mesh, native=is_native)
         self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)
         self._cache = self.create_cache(num_pages)
@@ -124,6 +126,13 @@ class ModelRunner:
         """On the device: what stands for the inputs that nobody asked for."""
         self._page_table_BP = self._create_page_table()
         """Written with the pages of a step's rows before the step; what earlier steps left behind is never read."""
+
+    @property
+    def params(self) -> Params:
+        """The weights as programs take them."""
+        if not self._is_complete:
+            raise RuntimeError("a set_weights ended in the middle, so there are no weights: call it again")
+        return self._params
 
     @property
     def num_programs(self) -> int:
@@ -225,9 +234,16 @@ class ModelRunner:
     # -- the named commands --------------------------------------------------------------------------------------
 
     def set_weights(self, params: Params) -> None:
-        """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's."""
-        placed = place_params(self.model, params, mesh=self.mesh, dtype=str(self._dtype))
-        self.params = prepare(placed, self.kind, copy=True)
+        """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's.
+
+        Weights of another shape, type or name are refused before anything changes. Arrays are replaced one at a time,
+        so that the device never holds more than one beyond those of the model. When it runs out of memory in the
+        middle, no weights are left: steps raise until a later call succeeds.
+        """
+        check_params(self.model, params, dtype=str(self._dtype))
+        self._is_complete = False
+        replace_params(self.model, self._params, params, mesh=self.mesh, kind=self._matmul_kind)
+        self._is_complete = True
 
     def zero(self) -> None:
         """Clear every page on the device."""
@@ -275,7 +291,7 @@ class ModelRunner:
 
         whole = sharding(self.mesh)
         inputs = abstract_inputs(shape, self._page_table_BP.shape, self.model.vocab_size, whole)
-        program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(statics.backend, self.mesh), whole))
+        program = jax.jit(step, donate_argnums=1, out_shardings=(kv_cache.placement(self._cache), whole))
         return program.trace(self.params, self._cache, *inputs)
 
     @contextmanager

@@ -3,7 +3,6 @@
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
@@ -11,9 +10,10 @@ from quire.core.page_tables import PageTables
 from quire.core.pages import PageAllocator
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.device import memory
 from quire.device.runner import ModelRunner
 from quire.engine.packer import Packer
-from quire.engine.pool_size import host_pages, pool_pages
+from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
 from quire.engine.step_shapes import step_shapes
 from quire.text.detokenizer import TextStream
 from quire.text.tokenizer import Tokenizer
@@ -37,9 +37,14 @@ def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int
 
 def choose_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> Pool:
     """The pool that the config asks for, or that fits into the memory there is."""
-    num_pages = config.num_pages or pool_pages(config, model, max_model_len, mesh)
-    page_bytes = config.page_size * model.kv_bytes_per_token(jnp.dtype(config.dtype).itemsize)
-    return Pool(num_pages, host_pages(config, model, num_pages), page_bytes)
+    page_bytes = memory.page_bytes(
+        model, mesh=mesh, dtype=config.dtype, page_size=config.page_size, attention=config.attention
+    )
+    budget = default_pool_bytes(memory.available_bytes(mesh), is_host_memory=memory.is_host_memory(mesh))
+    num_pages = config.num_pages or pool_pages(config, max_model_len, page_bytes=page_bytes, default_budget=budget)
+    available = memory.available_host_bytes()
+    num_host_pages = host_pages(config, num_pages, page_bytes=page_bytes, available_bytes=available)
+    return Pool(num_pages, num_host_pages, page_bytes)
 
 
 def describe_capacity(config: EngineConfig, pool: Pool, max_model_len: int) -> str:

@@ -25,8 +25,8 @@ class Runner(Protocol):
     pages_per_move: int
     num_compiles: int
     """Programs compiled since the runner was ready."""
-    why_not_native: str | None
-    """Why attention does without the native kernel on a CPU, where it does."""
+    notes: tuple[str, ...]
+    """What a person should know at start, each in one sentence."""
 
     @property
     def num_programs(self) -> int:
