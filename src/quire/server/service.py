@@ -1,4 +1,4 @@
-"""What HTTP and gRPC have in common: one model, its tokenizer, its bridge, and how a request gets in."""
+"""What HTTP and gRPC have in common: one model, its tokenizer, its engine, and how a request gets in."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.core.stopping import Grammar
-from quire.server.async_engine import Bridge
+from quire.server.async_engine import AsyncEngine
 from quire.server.errors import ApiError
 from quire.server.stream import Stream
 from quire.server.threads import FairThreads, SlowJobError
@@ -39,8 +39,8 @@ class Caller:
 class Service:
     """One model behind every protocol."""
 
-    def __init__(self, bridge: Bridge, model_name: str, started_at: int, max_priority: int = 0) -> None:
-        self.bridge = bridge
+    def __init__(self, engine: AsyncEngine, model_name: str, started_at: int, max_priority: int = 0) -> None:
+        self.engine = engine
         self.model_name = model_name
         self.started_at = started_at
         self.max_priority = max_priority
@@ -50,14 +50,14 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's; an error for a client if it has none."""
-        if self.bridge.llm.engine.tokenizer is None:
+        if self.engine.llm.engine.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: send token ids instead of text", code="no_tokenizer")
-        return self.bridge.llm.engine.tokenizer
+        return self.engine.llm.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer, at most."""
-        return self.bridge.llm.engine.max_model_len
+        return self.engine.llm.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
         """Only one model is here."""
@@ -68,7 +68,7 @@ class Service:
     def check_arrival(self, model_name: str | None) -> None:
         """Before a prompt is read: whether anybody could be answered."""
         self.check_model(model_name)
-        self.bridge.admission.check_room()
+        self.engine.admission.check_room()
 
     async def run_in_thread[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""
@@ -96,7 +96,7 @@ class Service:
         """
         if structured is None:
             return None
-        return await _in_time(self._compiling, caller, self.bridge.llm.engine.compile_grammar, structured, salt)
+        return await _in_time(self._compiling, caller, self.engine.llm.engine.compile_grammar, structured, salt)
 
     def cancel(self, streams: Sequence[Stream]) -> None:
         """End what has not ended."""
