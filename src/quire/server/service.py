@@ -1,11 +1,13 @@
 """What HTTP and gRPC have in common: one model, its tokenizer, its engine, and how a request gets in."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.core.stopping import Grammar
+from quire.field_error import FieldError
 from quire.server.async_engine import AsyncEngine
 from quire.server.errors import ApiError
 from quire.server.stream import Stream
@@ -78,16 +80,15 @@ class Service:
         """Token ids of a text that may be long, made off the event loop."""
         return await self.run_in_thread(caller, self.encode_sync, text, add_special)
 
-    def encode_sync(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text, made on this thread; errors name the text `param`."""
-        tokenizer = self.tokenizer
-        if len(text) > self.max_model_len * tokenizer.longest_piece:
-            message = f"{param}: {len(text):,} characters cannot fit into max_model_len={self.max_model_len} tokens"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        try:
-            return tokenizer.encode(text, add_special)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+    def encode_sync(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a prompt, made on this thread."""
+        with _errors_of("prompt"):
+            return self.tokenizer.encode(text, add_special, max_len=self.max_model_len)
+
+    def encode_chat_sync(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, made on this thread."""
+        with _errors_of("messages"):
+            return self.tokenizer.encode_chat(messages, max_len=self.max_model_len, **template_kwargs)
 
     async def compile(self, caller: Caller, structured: Structured | None, salt: str) -> Grammar | None:
         """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt.
@@ -107,6 +108,16 @@ class Service:
         """End the threads."""
         self._encoding.close()
         self._compiling.close()
+
+
+@contextlib.contextmanager
+def _errors_of(param: str) -> Iterator[None]:
+    """ApiError about a field of the request for what a tokenizer or a template finds wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        code = error.code if isinstance(error, FieldError) else "invalid_value"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
 
 
 def _threads(name: str, num_threads: int, max_jobs: int, niceness: int = 0) -> FairThreads:
