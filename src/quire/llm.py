@@ -202,8 +202,8 @@ class LLM:
         return self.generate([self.chat_prompt(messages)], params, cache_salt=cache_salt, progress=progress)[0]
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
-        return self.tokenizer.encode(self.tokenizer.render_chat(messages), add_special=False)
+        """The token ids of a conversation, up to where the answer begins; messages cannot write control tokens."""
+        return self.tokenizer.encode_chat(messages)
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """The log-probability of each token given those before it: entry i is that of `token_ids[i + 1]`.

@@ -18,6 +18,10 @@ RECENT = 64
 STALE_S = 60.0
 
 
+class UnavailableError(Exception):
+    """The server takes no requests: it starts, drains, or its engine is gone."""
+
+
 class OverloadError(Exception):
     """Too much waits already."""
 

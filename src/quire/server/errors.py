@@ -9,8 +9,8 @@ from starlette.requests import ClientDisconnect
 
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
-from quire.server.admission import OverloadError
-from quire.server.async_engine import UnavailableError, place_of
+from quire.server.admission import OverloadError, UnavailableError
+from quire.server.observe.logs import error_location
 from quire.server.stream import StreamError
 
 _log = logging.getLogger("quire.server")
@@ -77,7 +77,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, message, param=error.field, code=error.code)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), code="invalid_value")
-    _log.error("internal error", extra={"error": type(error).__name__, "at": place_of(error)})
+    _log.error("internal error", extra={"error": type(error).__name__, "at": error_location(error)})
     return ApiError(500, "internal error", code="internal")
 
 

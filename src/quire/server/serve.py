@@ -16,7 +16,7 @@ import uvicorn
 
 from quire.llm import LLM
 from quire.server.admission import Admission
-from quire.server.async_engine import Bridge, Observer
+from quire.server.async_engine import AsyncEngine
 from quire.server.config import ServerConfig
 from quire.server.http.connections import limited
 from quire.server.http.routes import Api
@@ -24,6 +24,7 @@ from quire.server.keys import Keys
 from quire.server.observe.debug import Admin
 from quire.server.observe.logs import set_up_logs
 from quire.server.observe.metrics import Metrics
+from quire.server.observe.observer import Observer
 from quire.server.observe.telemetry import Telemetry
 from quire.server.observe.trace_log import TraceLog
 from quire.server.service import Service
@@ -65,15 +66,15 @@ async def serve(
     stopped = _stop_signal()
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        bridge = Bridge(open_llm, admission, *filter(None, observers))
+        engine = AsyncEngine(open_llm, admission, *filter(None, observers))
         on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
-        await _load(bridge, stopped)
+        await _load(engine, stopped)
         if telemetry:
             running.push_async_callback(asyncio.to_thread, telemetry.close)
-        running.push_async_callback(bridge.stop)
-        service = Service(bridge, model_name, int(time.time()), config.max_priority)
+        running.push_async_callback(engine.stop)
+        service = Service(engine, model_name, int(time.time()), config.max_priority)
         running.callback(service.close)
-        metrics.watch(bridge, model_name)
+        metrics.watch(engine, model_name)
         if admin_listener:
             app = Admin(service, config, trace_log).app(admin_keys)
             await running.enter_async_context(_answering(app, config, admin_listener))
@@ -85,10 +86,10 @@ async def serve(
             where += f" and grpc://{rpc.address}"
         app = Api(service, config, metrics).app(keys)
         answering = await running.enter_async_context(_answering(app, config, listener))
-        running.callback(bridge.end_all)  # before the connections are closed: their clients are told
-        on_ready(f"quire: ready on {where}; {bridge.llm.engine.capacity}")
+        running.callback(engine.end_all)  # before the connections are closed: their clients are told
+        on_ready(f"quire: ready on {where}; {engine.llm.engine.capacity}")
         await asyncio.wait((answering, stopped), return_when=asyncio.FIRST_COMPLETED)
-        await _drain(bridge, config)
+        await _drain(engine, config)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
@@ -131,8 +132,8 @@ def _stop_signal() -> asyncio.Task[bool]:
     return asyncio.create_task(stopping.wait())
 
 
-async def _load(bridge: Bridge, stopped: asyncio.Task[bool]) -> None:
-    loading = asyncio.create_task(bridge.start())
+async def _load(engine: AsyncEngine, stopped: asyncio.Task[bool]) -> None:
+    loading = asyncio.create_task(engine.start())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
         os._exit(0)  # a compilation cannot be interrupted, and holds nothing that must be given back
@@ -153,14 +154,14 @@ async def _answering(app: Any, config: ServerConfig, listener: socket.socket) ->
         await task
 
 
-async def _drain(bridge: Bridge, config: ServerConfig) -> None:
+async def _drain(engine: AsyncEngine, config: ServerConfig) -> None:
     """Readiness is false from here on; what runs finishes, if it does so in time."""
-    if bridge.num_streams:
-        _log.info("draining", extra={"running": bridge.num_streams})
+    if engine.num_streams:
+        _log.info("draining", extra={"running": engine.num_streams})
     try:
-        await asyncio.wait_for(bridge.drain(), config.drain_timeout_s)
+        await asyncio.wait_for(engine.drain(), config.drain_timeout_s)
     except TimeoutError:
-        _log.warning("drain timeout", extra={"running": bridge.num_streams})
+        _log.warning("drain timeout", extra={"running": engine.num_streams})
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:

@@ -1,12 +1,14 @@
-"""What HTTP and gRPC have in common: one model, its tokenizer, its bridge, and how a request gets in."""
+"""What HTTP and gRPC have in common: one model, its tokenizer, its engine, and how a request gets in."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from quire.core.stopping import Grammar
-from quire.server.async_engine import Bridge
+from quire.field_error import FieldError
+from quire.server.async_engine import AsyncEngine
 from quire.server.errors import ApiError
 from quire.server.stream import Stream
 from quire.server.threads import FairThreads, SlowJobError
@@ -39,8 +41,8 @@ class Caller:
 class Service:
     """One model behind every protocol."""
 
-    def __init__(self, bridge: Bridge, model_name: str, started_at: int, max_priority: int = 0) -> None:
-        self.bridge = bridge
+    def __init__(self, engine: AsyncEngine, model_name: str, started_at: int, max_priority: int = 0) -> None:
+        self.engine = engine
         self.model_name = model_name
         self.started_at = started_at
         self.max_priority = max_priority
@@ -50,14 +52,14 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's; an error for a client if it has none."""
-        if self.bridge.llm.engine.tokenizer is None:
+        if self.engine.llm.engine.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: send token ids instead of text", code="no_tokenizer")
-        return self.bridge.llm.engine.tokenizer
+        return self.engine.llm.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and its answer, at most."""
-        return self.bridge.llm.engine.max_model_len
+        return self.engine.llm.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
         """Only one model is here."""
@@ -68,7 +70,7 @@ class Service:
     def check_arrival(self, model_name: str | None) -> None:
         """Before a prompt is read: whether anybody could be answered."""
         self.check_model(model_name)
-        self.bridge.admission.check_room()
+        self.engine.admission.check_room()
 
     async def run_in_thread[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""
@@ -78,16 +80,15 @@ class Service:
         """Token ids of a text that may be long, made off the event loop."""
         return await self.run_in_thread(caller, self.encode_sync, text, add_special)
 
-    def encode_sync(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
-        """Token ids of a text, made on this thread; errors name the text `param`."""
-        tokenizer = self.tokenizer
-        if len(text) > self.max_model_len * tokenizer.longest_piece:
-            message = f"{param}: {len(text):,} characters cannot fit into max_model_len={self.max_model_len} tokens"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        try:
-            return tokenizer.encode(text, add_special)
-        except ValueError as error:
-            raise ApiError(400, str(error), param=param, code="invalid_value") from None
+    def encode_sync(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a prompt, made on this thread."""
+        with _errors_of("prompt"):
+            return self.tokenizer.encode(text, add_special, max_len=self.max_model_len)
+
+    def encode_chat_sync(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> list[int]:
+        """Token ids of a conversation, made on this thread."""
+        with _errors_of("messages"):
+            return self.tokenizer.encode_chat(messages, max_len=self.max_model_len, **template_kwargs)
 
     async def compile(self, caller: Caller, structured: Structured | None, salt: str) -> Grammar | None:
         """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt.
@@ -96,7 +97,7 @@ class Service:
         """
         if structured is None:
             return None
-        return await _in_time(self._compiling, caller, self.bridge.llm.engine.compile_grammar, structured, salt)
+        return await _in_time(self._compiling, caller, self.engine.llm.engine.compile_grammar, structured, salt)
 
     def cancel(self, streams: Sequence[Stream]) -> None:
         """End what has not ended."""
@@ -107,6 +108,16 @@ class Service:
         """End the threads."""
         self._encoding.close()
         self._compiling.close()
+
+
+@contextlib.contextmanager
+def _errors_of(param: str) -> Iterator[None]:
+    """ApiError about a field of the request for what a tokenizer or a template finds wrong with it."""
+    try:
+        yield
+    except ValueError as error:
+        code = error.code if isinstance(error, FieldError) else "invalid_value"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from None
 
 
 def _threads(name: str, num_threads: int, max_jobs: int, niceness: int = 0) -> FairThreads:

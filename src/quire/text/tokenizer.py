@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
+from quire.field_error import FieldError
 from quire.text.chat_template import ChatTemplate, default_template
+from quire.text.control_tokens import ControlTokens, new_marker
 
 if TYPE_CHECKING:
     import gguf
@@ -141,15 +143,45 @@ class Tokenizer:
         """The template as the model's files have it."""
         return self._chat_template_source
 
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, add_special: bool = True, *, max_len: int | None = None) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS and the like exactly when the model's own tokenizer does.
 
-        Special tokens written in the text, such as `<|im_start|>`, become their one id.
+        Special tokens written in the text, such as `<|im_start|>`, become their one id. A text that cannot fit into
+        `max_len` tokens is refused before it is encoded.
         """
-        if problem := _why_not_text(text):
-            raise ValueError(f"text cannot be encoded: {problem}")
+        self._check(text, max_len)
         with _library_errors_as("the model's tokenizer cannot encode the text"):
             return self._backend.encode(text, add_special_tokens=add_special).ids
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        max_len: int | None = None,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation by the model's chat template, which alone may write control tokens.
+
+        The name of a control token in a message, or in another value for the template, is encoded as text. Where there
+        is none the ids are those of the rendered text.
+        """
+        template = self._chat_template
+        kwargs = template_kwargs | {"add_generation_prompt": add_generation_prompt}
+        if not self._control_tokens.are_named_in([messages, template_kwargs]):
+            return self.encode(template.render(messages, **kwargs), add_special=False, max_len=max_len)
+        control_tokens, marker = self._control_tokens, new_marker()
+        rendered = template.render(control_tokens.mark(messages, marker), **control_tokens.mark(kwargs, marker))
+        self._check(rendered.replace(marker, ""), max_len)
+        with _library_errors_as("the model's tokenizer cannot encode the chat"):
+            return control_tokens.encode(rendered, marker)
+
+    def _check(self, text: str, max_len: int | None) -> None:
+        if problem := _why_not_text(text):
+            raise ValueError(f"text cannot be encoded: {problem}")
+        if max_len is not None and len(text) > max_len * self.longest_piece:
+            message = f"{len(text):,} characters cannot fit into max_model_len={max_len} tokens"
+            raise FieldError(message, code="context_length_exceeded")
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, an id without a token has no text."""
@@ -171,11 +203,15 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **template_kwargs: Any,
     ) -> str:
-        """The prompt of a conversation by the model's chat template.
+        """The prompt of a conversation by the model's chat template, as text to look at.
 
-        Encode it with `add_special=False`: a template writes BOS itself where its model wants one.
+        `encode_chat` makes its token ids: in this text the template's control tokens look like those of a message.
         """
         return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self._backend)
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:

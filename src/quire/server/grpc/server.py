@@ -33,7 +33,7 @@ from quire.server.keys import Keys
 from quire.server.openai import schema
 from quire.server.openai.parse import read_chat, read_completion
 from quire.server.service import Caller, Service
-from quire.server.stream import Stream, Update
+from quire.server.stream import Stream, UpdateBuffer
 
 NAME = pb.DESCRIPTOR.services_by_name["Quire"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -225,7 +225,7 @@ class Health(Calls):
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
         super().__init__(config)
-        self._bridge = service.bridge
+        self._engine = service.engine
         self._num_watching = 0
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -260,7 +260,7 @@ class Health(Calls):
         kinds = health_pb2.HealthCheckResponse
         if name not in ("", NAME):
             return kinds.SERVICE_UNKNOWN
-        return kinds.SERVING if self._bridge.is_ready else kinds.NOT_SERVING
+        return kinds.SERVING if self._engine.is_ready else kinds.NOT_SERVING
 
 
 # -- what can be asked ------------------------------------------------------------------------------------------------
@@ -309,13 +309,13 @@ class Methods(Calls):
     async def run(self, request: pb.GenerateRequest, call: Call) -> None:
         """All of it at once."""
         async with self._submitted(request, call, stream=False) as (request_id, stream):
-            wholes: dict[int, Update] = {}
+            buffer = UpdateBuffer()
             async for updates in stream:
                 for update in updates:
-                    wholes.setdefault(update.index, Update(update.index)).add(update)
+                    buffer.add(update)
             message = pb.GenerateResponse(
                 request_id=request_id,
-                outputs=[output_message(whole) for _, whole in sorted(wholes.items())],
+                outputs=[output_message(whole) for whole in buffer.take()],
                 usage=usage_message(stream),
                 prompt_logprobs=prompt_logprobs(stream),
             )
@@ -332,7 +332,7 @@ class Methods(Calls):
 
     async def get_model(self, request: pb.GetModelRequest, call: Call) -> None:
         """What is here."""
-        engine = self._service.bridge.llm.engine
+        engine = self._service.engine.llm.engine
         message = pb.GetModelResponse(
             name=self._service.model_name,
             max_model_len=self._service.max_model_len,
@@ -358,7 +358,7 @@ class Methods(Calls):
             else:
                 read = await read_completion(service, asked, caller, default_max_tokens=None)
             grammar = await service.compile(caller, read.structured, read.requests[0].cache_salt)
-            (running.stream,) = service.bridge.submit(read.requests, timeout_s=self._timeout_s(call), grammar=grammar)
+            (running.stream,) = service.engine.submit(read.requests, timeout_s=self._timeout_s(call), grammar=grammar)
             if running.is_aborted:  # while it was read
                 running.stream.cancel()
             yield request_id, running.stream

@@ -11,8 +11,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.server.admission import OverloadError
-from quire.server.async_engine import UnavailableError
+from quire.server.admission import OverloadError, UnavailableError
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http.guard import Guard

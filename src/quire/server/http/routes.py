@@ -22,7 +22,7 @@ from quire.server.openai.format import usage
 from quire.server.openai.openapi import openapi
 from quire.server.openai.parse import Asked, read_chat, read_completion
 from quire.server.service import Service
-from quire.server.stream import Stream, Update
+from quire.server.stream import Stream, Update, UpdateBuffer
 
 
 class Api:
@@ -67,7 +67,7 @@ class Api:
         grammar = await self.service.compile(request.state.caller, asked.structured, asked.requests[0].cache_salt)
         limit = float(self.config.request_timeout_s)
         timeout_s = limit if asked.timeout_s is None else min(asked.timeout_s, limit)
-        streams = self.service.bridge.submit(asked.requests, timeout_s=timeout_s, grammar=grammar)
+        streams = self.service.engine.submit(asked.requests, timeout_s=timeout_s, grammar=grammar)
         for stream in streams:
             stream.traceparent = request.headers.get("traceparent")
         if asked.stream:
@@ -115,14 +115,14 @@ class Api:
             "created": self.service.started_at,
             "owned_by": "quire",
             "max_model_len": self.service.max_model_len,
-            "vocab_size": self.service.bridge.llm.engine.model.vocab_size,
+            "vocab_size": self.service.engine.llm.engine.model.vocab_size,
         }
 
     # -- how it is -----------------------------------------------------------------------------------------------------
 
     async def health(self, request: HttpRequest) -> Response:
         """Whether the engine steps."""
-        return _probe(self.service.bridge.is_healthy, "the engine does not answer")
+        return _probe(self.service.engine.is_healthy, "the engine does not answer")
 
     async def alive(self, request: HttpRequest) -> Response:
         """Whether the process answers."""
@@ -130,7 +130,7 @@ class Api:
 
     async def ready(self, request: HttpRequest) -> Response:
         """Whether a request would be taken."""
-        return _probe(self.service.bridge.is_ready, "not ready")
+        return _probe(self.service.engine.is_ready, "not ready")
 
     async def read_metrics(self, request: HttpRequest) -> Response:
         """`/metrics`."""
@@ -233,13 +233,13 @@ async def _merged(streams: list[Stream]) -> AsyncIterator[tuple[int, list[Update
             task.cancel()
 
 
-async def _collect(streams: list[Stream]) -> list[dict[int, Update]]:
-    """Everything that each sequence of each stream says."""
-    wholes: list[dict[int, Update]] = [{} for _ in streams]
+async def _collect(streams: list[Stream]) -> list[list[Update]]:
+    """Everything that each sequence of each stream generates, in order of the sequences."""
+    buffers = [UpdateBuffer() for _ in streams]
     async for prompt, updates in _merged(streams):
         for update in updates:
-            wholes[prompt].setdefault(update.index, Update(update.index)).add(update)
-    return wholes
+            buffers[prompt].add(update)
+    return [buffer.take() for buffer in buffers]
 
 
 async def _until_gone(receive: Receive) -> None:

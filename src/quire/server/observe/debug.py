@@ -32,6 +32,7 @@ from quire.server.errors import ApiError
 from quire.server.http.application import guarded, json_response
 from quire.server.http.guard import Guard
 from quire.server.keys import Keys
+from quire.server.observe.shared_reading import SharedReading
 from quire.server.observe.trace_log import LONGEST_S, TraceLog
 from quire.server.service import Service
 from quire.server.stream import Stream
@@ -42,8 +43,8 @@ MAX_WAITING = 256
 """Sequences listed of those that wait."""
 MAX_PAGES = 1 << 17
 """Pages listed of each tier."""
-FRESH_S = 0.2
-"""Whoever asks again so soon is told the same: however many watch, the engine is asked five times a second."""
+READ_EVERY_S = 0.2
+"""However many watch, the engine is asked five times a second at most."""
 AUDIT_TIMEOUT_S = 60.0
 ENGINE_TIMEOUT_S = 2.0
 
@@ -63,9 +64,7 @@ class Admin:
         self.service = service
         self.config = config
         self.trace_log = trace_log
-        self._latest = b""
-        self._taken_at = 0.0
-        self._taking = asyncio.Lock()
+        self._shared = SharedReading(self._read_pages, READ_EVERY_S)
 
     def app(self, keys: Keys) -> Guard:
         """An ASGI application: the guard, then the routes."""
@@ -94,30 +93,26 @@ class Admin:
 
     async def pages(self, request: HttpRequest) -> Response:
         """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""
-        async with self._taking:
-            if time.monotonic() - self._taken_at > FRESH_S:
-                self._latest = await self._take()
-                self._taken_at = time.monotonic()
-        return json_response(self._latest)
+        return json_response(await self._shared.get())
 
-    async def _take(self) -> bytes:
+    async def _read_pages(self) -> bytes:
         def take(engine: Engine) -> tuple[EngineStats, PoolSnapshot]:
             return engine.stats(), snapshot(engine.scheduler, MAX_WAITING)
 
         stats, sight = await self._call(take, ENGINE_TIMEOUT_S)
-        bridge, admission = self.service.bridge, self.service.bridge.admission
+        engine, admission = self.service.engine, self.service.engine.admission
         server = {
             "model": self.service.model_name,
             "version": __version__,
-            "is_ready": bridge.is_ready,
-            "last_step_age_s": round(bridge.beat_age, 3),
-            "requests": bridge.num_streams,
+            "is_ready": engine.is_ready,
+            "last_step_age_s": round(engine.beat_age_s, 3),
+            "requests": engine.num_streams,
             "requests_waiting": admission.num_waiting,
             "rejections": admission.num_rejected,
-            "failed_steps": bridge.num_failed_steps,
+            "failed_steps": engine.num_failed_steps,
         }
         # Off the event loop: of a large pool this takes as long as a step.
-        return await asyncio.to_thread(self._describe, server, stats, sight, bridge.streams)
+        return await asyncio.to_thread(self._describe, server, stats, sight, engine.streams)
 
     def _describe(self, server: dict, stats: EngineStats, sight: PoolSnapshot, streams: list[Stream]) -> bytes:
         now = time.monotonic()
@@ -142,7 +137,7 @@ class Admin:
         asked = request.query_params.get("seconds", "30")
         if not re.fullmatch(r"[0-9]{1,3}", asked) or not 1 <= int(asked) <= LONGEST_S:
             raise ApiError(400, f"seconds must be a whole number from 1 to {LONGEST_S}", param="seconds")
-        streams = self.service.bridge.streams
+        streams = self.service.engine.streams
 
         def make() -> bytes:
             return msgspec.json.encode(self.trace_log.trace(int(asked), streams))
@@ -160,14 +155,14 @@ class Admin:
 
     async def abort_all(self, request: HttpRequest) -> Response:
         """`/admin/abort_all`: every request ends with an error; new ones are taken as before."""
-        aborted = self.service.bridge.abort_all()
+        aborted = self.service.engine.abort_all()
         _log.info("all requests aborted", extra={"requests": aborted})
         return json_response({"aborted_requests": aborted})
 
     async def abort(self, request: HttpRequest) -> Response:
         """`/admin/abort`: one request ends with an error."""
         asked = msgspec.json.decode(await request.body(), type=AbortRequest)
-        if not self.service.bridge.abort(asked.request_id):
+        if not self.service.engine.abort(asked.request_id):
             raise ApiError(404, "there is no such request", param="request_id")
         _log.info("request aborted")
         return json_response({"aborted_requests": 1})
@@ -188,7 +183,7 @@ class Admin:
 
     async def _call(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> Any:
         try:
-            return await self.service.bridge.call(function, timeout_s)
+            return await self.service.engine.call(function, timeout_s)
         except TimeoutError:
             raise ApiError(503, "the engine does not answer", code="unavailable") from None
 

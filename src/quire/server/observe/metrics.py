@@ -1,5 +1,6 @@
 """Prometheus metrics: ours, and those of vLLM's that gateways and dashboards read, from the same numbers."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,14 +18,17 @@ from prometheus_client.registry import Collector
 
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
+from quire.server.observe.shared_reading import SharedReading
 from quire.server.stream import Stream
 
 if TYPE_CHECKING:
-    from quire.server.async_engine import Bridge
+    from quire.server.async_engine import AsyncEngine
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
 READ_TIMEOUT_S = 2.0
+READ_EVERY_S = 0.1
+"""Anybody may read the metrics: however many do, they are worked out ten times a second at most."""
 VLLM_REASONS = {
     "eos": "stop",
     "stop": "stop",
@@ -61,8 +65,9 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._bridge: Bridge | None = None
+        self._engine: AsyncEngine | None = None
         self._page: Collector = self.registry
+        self._shared = SharedReading(self._read, READ_EVERY_S)
 
         def histogram(name: str, text: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
             return Histogram(f"quire_{name}_seconds", text, registry=self.registry, buckets=buckets)
@@ -80,12 +85,12 @@ class Metrics:
             self._ends.labels(reason)
         ProcessCollector(registry=self.registry)
 
-    def watch(self, bridge: "Bridge", model_name: str) -> None:
+    def watch(self, engine: "AsyncEngine", model_name: str) -> None:
         """From now on this engine is read."""
-        self._bridge = bridge
-        self._readings = _Readings(bridge)
+        self._engine = engine
+        self._readings = _Readings(engine)
         self.registry.register(self._readings)
-        self._page = _Page(self.registry, model_name, bridge.llm.engine)
+        self._page = _Page(self.registry, model_name, engine.llm.engine)
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
         """Tokens have come: `count` rounds of one dispatch, as far apart as they were computed."""
@@ -115,32 +120,35 @@ class Metrics:
         self._step.observe(end - start)
 
     async def read(self) -> tuple[bytes, str]:
-        """The page that Prometheus reads. If the engine does not answer, its last readings stand."""
-        if self._bridge is not None:
+        """The page that Prometheus reads, and its type. If the engine does not answer, its last readings stand."""
+        return await self._shared.get(), CONTENT_TYPE_LATEST
+
+    async def _read(self) -> bytes:
+        if self._engine is not None:
             with contextlib.suppress(TimeoutError):
-                self._readings.stats = await self._bridge.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
-        return generate_latest(self._page), CONTENT_TYPE_LATEST
+                self._readings.stats = await self._engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
+        return await asyncio.to_thread(generate_latest, self._page)  # the event loop has streams to serve
 
 
 class _Readings(Collector):
     """The engine's state as gauges and counters."""
 
-    def __init__(self, bridge: "Bridge") -> None:
-        self._bridge = bridge
+    def __init__(self, engine: "AsyncEngine") -> None:
+        self._engine = engine
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        bridge, admission, stats = self._bridge, self._bridge.admission, self.stats
-        yield _gauge("quire_last_step_age_seconds", "since the engine last showed itself", bridge.beat_age)
-        yield _gauge("quire_healthy", "1 while the engine steps", float(bridge.is_healthy))
-        yield _gauge("quire_ready", "1 while requests are taken", float(bridge.is_ready))
-        yield _gauge("quire_requests_open", "requests that have not ended", bridge.num_streams)
+        engine, admission, stats = self._engine, self._engine.admission, self.stats
+        yield _gauge("quire_last_step_age_seconds", "since the engine last showed itself", engine.beat_age_s)
+        yield _gauge("quire_healthy", "1 while the engine steps", float(engine.is_healthy))
+        yield _gauge("quire_ready", "1 while requests are taken", float(engine.is_ready))
+        yield _gauge("quire_requests_open", "requests that have not ended", engine.num_streams)
         yield _gauge("quire_requests_waiting", "requests without a row", admission.num_waiting)
         yield _gauge("quire_requests_waiting_limit", "how many may wait", admission.max_requests)
         yield _gauge("quire_waiting_tokens", "tokens they may come to", admission.num_waiting_tokens)
         yield _gauge("quire_waiting_tokens_limit", "how many these may be", admission.max_tokens)
         yield _counter("quire_rejections", "requests told to come again", admission.num_rejected)
-        yield _counter("quire_failed_steps", "steps that raised an error", bridge.num_failed_steps)
+        yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
         if stats is None:
             return
         held = stats.held_pages

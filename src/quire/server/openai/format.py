@@ -23,7 +23,7 @@ class Answer:
 
     def __init__(self, service: Service, asked: schema.Sampling) -> None:
         self.service = service
-        self.tokenizer: Tokenizer | None = service.bridge.llm.engine.tokenizer
+        self.tokenizer: Tokenizer | None = service.engine.llm.engine.tokenizer
         self.id = asked.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.n = asked.n or 1
@@ -38,13 +38,9 @@ class Answer:
         """One event of a stream."""
         return self.head(self.chunk_name) | {"choices": choices}
 
-    def body(self, streams: list[Stream], wholes: list[dict[int, Update]]) -> dict[str, Any]:
-        """The answer in one piece."""
-        choices = [
-            self.choice(i, streams[i], whole)
-            for i, updates in enumerate(wholes)
-            for _, whole in sorted(updates.items())
-        ]
+    def body(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
+        """The answer in one piece; `wholes` has all of each stream's sequences."""
+        choices = [self.choice(i, streams[i], whole) for i, updates in enumerate(wholes) for whole in updates]
         return self.head(self.object_name) | {"choices": choices, "usage": usage(streams)}
 
     def begin(self) -> list[dict[str, Any]]:

@@ -98,13 +98,8 @@ async def read_chat(service: Service, asked: schema.ChatRequest, caller: Caller)
     kwargs = _template_kwargs(asked.chat_template_kwargs or {})
     if tools:
         kwargs["tools"] = tools
-    tokenizer = service.tokenizer
-
-    def prompt_ids() -> list[int]:
-        messages = [_message(message) for message in asked.messages]
-        return service.encode_sync(tokenizer.render_chat(messages, **kwargs), add_special=False, param="messages")
-
-    prompt = await service.run_in_thread(caller, prompt_ids)
+    messages = [_message(message) for message in asked.messages]
+    prompt = await service.run_in_thread(caller, service.encode_chat_sync, messages, kwargs)
     params = _sampling(
         asked,
         logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,

@@ -1,0 +1,22 @@
+"""What the server tells those that watch it: metrics, the trace, OpenTelemetry."""
+
+from typing import Protocol
+
+from quire.engine.engine import Engine
+from quire.server.stream import Stream
+
+
+class Observer(Protocol):
+    """Who is told of tokens, ends and steps; of the first two on the event loop, of steps on the engine's thread."""
+
+    def on_tokens(self, stream: Stream, index: int, now: float, count: int, /) -> None:
+        """So many tokens of a stream's sequence have come; its times are still those of the tokens before."""
+        ...
+
+    def on_end(self, stream: Stream, failure: str | None, /) -> None:
+        """A stream is over: by itself if `failure` is None, else for that reason."""
+        ...
+
+    def on_step(self, engine: Engine, start: float, end: float, is_failed: bool, /) -> None:
+        """A step is over. This is called on the engine's thread: every token waits for what is done here."""
+        ...
