@@ -386,21 +386,24 @@ class History:
         self.states.pop(sequence, None)
 
     def fork(self) -> None:
-        able = [s for s in self.alive if s.num_output and s.state is not SequenceState.FINISHED]
+        able = [s for s in self.alive if s.num_output]
         if able and len(self.alive) < 24:
-            parent = self.random.choice(able)
-            child = self.engine.fork(parent)
-            if (child.tokens, child.logprobs) != (parent.tokens, parent.logprobs):
-                raise MismatchError(f"{child.name} does not begin as {parent.name}")
-            self.undisturbed.pop(parent.request.id, None)
-            self.alive.append(child)
+            child = self.fork_one(self.random.choice(able))
             if self.random.random() < 0.3:
                 self.read[child] = ""
-            self.meet("fork", [child])
 
-    def abort_one(self) -> None:
+    def fork_one(self, parent: Sequence) -> Sequence:
+        child = self.engine.fork(parent)
+        if (child.tokens, child.logprobs) != (parent.tokens, parent.logprobs):
+            raise MismatchError(f"{child.name} does not begin as {parent.name}")
+        self.undisturbed.pop(parent.request.id, None)
+        self.alive.append(child)
+        self.meet("fork", [child])
+        return child
+
+    def abort_one(self, target: Sequence | None = None) -> None:
         if self.alive:
-            target = self.random.choice(self.alive)
+            target = target or self.random.choice(self.alive)
             self.meet("abort", [target])
             self.engine.abort(target)
             self.forget_finished()

@@ -501,9 +501,9 @@ def test_reset_costs_the_same_for_any_pool():
                 for j in range(8):
                     other.engine.add(request(f"{i}-{j}", max_tokens=20))
                 other.engine.step()
-                start = time.perf_counter()
+                start = time.thread_time()
                 other.engine.reset()
-                times.append(time.perf_counter() - start)
+                times.append(time.thread_time() - start)
             return np.median(times)
 
     small, large = measure(1000), measure(64_000)

@@ -53,9 +53,9 @@ def operations(history: History) -> Iterator[tuple[str, Callable[[History], obje
     for request in REQUESTS[history.num_requests :][:1]:
         yield f"add {request.id}", lambda h, request=request: h.admit(request)
     for i, sequence in enumerate(history.alive):
-        yield f"abort {i}", lambda h, i=i: (h.engine.abort(h.alive[i]), h.forget_finished())
+        yield f"abort {i}", lambda h, i=i: h.abort_one(h.alive[i])
         if sequence.num_output and len(sequence.family) < 3:
-            yield f"fork {i}", lambda h, i=i: h.alive.append(h.engine.fork(h.alive[i]))
+            yield f"fork {i}", lambda h, i=i: h.fork_one(h.alive[i])
     for i in range(len(scheduler.running)):
         for swap in (True, False):
             yield f"preempt {i} {swap}", lambda h, i=i, swap=swap: preempt(h, i, swap)
