@@ -1,4 +1,4 @@
-"""The only bridge between the columns: a plan in host terms becomes padded arrays of a known shape.
+"""Where both columns meet: a plan in host terms becomes padded arrays of a known shape.
 
 rows           | row 0 ......... | row 1 | row 2 .... |
 packed tokens  0            cu_q_lens[1]  [2]        [3] = num_tokens   ... padded to the shape
