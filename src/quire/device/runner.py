@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -144,25 +144,47 @@ class ModelRunner:
         return len(self._page_table_widths) + (4 if self._host else 2)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile everything that will ever run. `progress(done, total, what)` is called after each program."""
-        total = len(self.shapes) + self._num_page_programs
-        done = 0
+        """Compile everything that will ever run.
 
-        def step(what: str, count: int = 1) -> None:
-            nonlocal done
-            done += count
-            if progress:
-                progress(done, total, what)
+        `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
+        and what is being compiled now.
+        """
+        total = len(self.shapes) + self._num_page_programs
+        report = progress or (lambda done, total, what: None)
+        self._compile_steps(lambda what: report(len(self._programs), total, what))
+        report(len(self._programs), total, "page tables; copy, poison and move pages")
+        self._compile_page_programs()
+        report(total, total, "")
+
+    def _compile_steps(self, report: Callable[[str], None]) -> None:
+        """Compile the program of every step shape, as many at once as there are processors."""
+        num_workers = os.cpu_count() or 1
+        compiling: dict[Future, StepShape] = {}
+
+        def collect() -> None:
+            for future in wait(compiling, return_when=FIRST_COMPLETED).done:
+                self._programs[compiling.pop(future)] = future.result()
+
+        def report_with(*more: StepShape) -> None:
+            report("; ".join(map(str, [*compiling.values(), *more])))
 
         # XLA compiles outside the interpreter's lock: while one program compiles the next is traced.
-        pool = ThreadPoolExecutor(max_workers=os.cpu_count())
+        pool = ThreadPoolExecutor(num_workers)
         try:
-            compiling = {pool.submit(self.trace(shape).lower().compile): shape for shape in self.shapes}
-            for future in as_completed(compiling):
-                self._programs[compiling[future]] = future.result()
-                step(str(compiling[future]))
+            for shape in self.shapes:
+                report_with(shape)
+                lowered = self.trace(shape).lower()
+                if len(compiling) == num_workers:
+                    collect()
+                compiling[pool.submit(lowered.compile)] = shape
+            while compiling:
+                report_with()
+                collect()
         finally:
             pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is compiling, not for the rest
+
+    def _compile_page_programs(self) -> None:
+        """Run each of the small programs that handle pages, on no page; measure what a move takes."""
         for width in self._page_table_widths:
             self._write_page_table(PageIds(np.zeros(width, np.int32), np.zeros(1, np.int32)))
         nothing = np.full(PAGE_COMMAND_WIDTH, self.num_pages, np.int32)
@@ -176,7 +198,6 @@ class ModelRunner:
                 jax.block_until_ready(self._cache)
                 self.seconds_per_move = (time.perf_counter() - start) / 2
         jax.block_until_ready(self._cache)
-        step("page tables; copy, poison and move pages", self._num_page_programs)
 
     def run(self, inputs: StepInputs) -> StepHandle:
         """Dispatch one step: its page commands, then the forward and the sampler. Returns without waiting."""
