@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quire import SamplingParams
-from tests.server.process import Server
+from tests.server.process import LONGEST_S, Server
 
 KEY = "a-key-for-the-tests"
 OTHER_KEY = "another-key-for-the-tests"
@@ -120,7 +120,7 @@ def connect(server: Server | Port, receive_buffer: int | None = None) -> socket.
     client = socket.socket()
     if receive_buffer:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    client.settimeout(20)
+    client.settimeout(LONGEST_S)
     try:
         client.connect(("127.0.0.1", server.port))
     except OSError:
@@ -159,14 +159,12 @@ def exchange(server: Server | Port, data: bytes) -> tuple[int, bytes]:
         return read_reply(client)
 
 
-def seconds_until_closed(client: socket.socket, limit_s: float = 20) -> float:
-    """How long until the other side ends the connection; what it says before is dropped."""
-    begin = time.monotonic()
-    client.settimeout(limit_s)
+def wait_until_closed(client: socket.socket) -> None:
+    """Until the other side ends the connection; what it says before is dropped."""
+    client.settimeout(LONGEST_S)
     with contextlib.suppress(ConnectionError):
         while client.recv(65536):
             pass
-    return time.monotonic() - begin
 
 
 # -- the process ------------------------------------------------------------------------------------------------------

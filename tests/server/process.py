@@ -17,6 +17,8 @@ PYTHON = [sys.executable, *["-O"] * sys.flags.optimize]
 """As the tests themselves run."""
 READY = re.compile(r"ready on (http://\S+)/v1(?: and grpc://(\S+);)?")
 START_TIMEOUT_S = 120
+LONGEST_S = 60.0
+"""What is waited for comes long before, and at some time even where many other things run: else it never does."""
 SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
 """Few and small programs."""
 
@@ -88,12 +90,19 @@ class Server:
         text = self.get("/metrics")[1].decode()
         return float(next(line.split()[-1] for line in text.splitlines() if line.split(" ")[0] == name))
 
-    def wait_idle(self, timeout_s: float = 20) -> None:
+    def wait_idle(self) -> None:
         """Until no page is held."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + LONGEST_S
         while self.metric("quire_pages_held") or self.metric("quire_sequences_running"):
             assert time.monotonic() < deadline, "pages are still held"
             time.sleep(0.05)
+
+    def wait_for_line(self, *parts: str, start: int = 0) -> None:
+        """Until a line of its log, from a number on, holds all of these."""
+        deadline = time.monotonic() + LONGEST_S
+        while not any(all(part in line for part in parts) for line in self.lines[start:]):
+            assert time.monotonic() < deadline, f"nothing of {parts} in the log"
+            time.sleep(0.01)
 
     @property
     def memory(self) -> int:

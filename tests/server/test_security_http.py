@@ -29,9 +29,9 @@ from tests.server.attack import (
     num_files,
     post,
     read_reply,
-    seconds_until_closed,
+    wait_until_closed,
 )
-from tests.server.process import PYTHON, SMALL, serving
+from tests.server.process import LONGEST_S, PYTHON, SMALL, serving
 
 pytestmark = pytest.mark.own_server
 
@@ -96,7 +96,7 @@ def test_a_giant_target_is_refused(locked, undisturbed):
 @pytest.mark.parametrize("key", [KEY, "no-such-key"], ids=["good key", "bad key"])
 def test_an_endless_body_is_cut_off(locked, undisturbed, key):
     """Refused when it is too long, or at once for want of a key; and then nobody listens to it for ever."""
-    memory, num_sent, begin = locked.memory, 0, time.monotonic()
+    memory, begin = locked.memory, time.monotonic()
     chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
     with connect(locked) as client:
         client.sendall(
@@ -109,10 +109,9 @@ def test_an_endless_body_is_cut_off(locked, undisturbed, key):
             )
         )
         with contextlib.suppress(ConnectionError):
-            while time.monotonic() - begin < 15:
+            while True:
+                assert time.monotonic() - begin < LONGEST_S, "the server still listens"
                 client.sendall(chunk)
-                num_sent += len(chunk)
-        assert time.monotonic() - begin < 10, "the server still listens"
     assert locked.memory - memory < 64 << 20
     assert serves(locked)
 
@@ -125,7 +124,7 @@ def test_an_unwanted_body_in_small_bytes_does_not_hold_its_connection(locked, un
         client.sendall(head("/v1/completions", *lines, method="POST", key=key))
         status, _ = read_reply(client)
         assert status == (413 if key == KEY else 401)
-        assert _seconds_of_sending(client, b" " * 200) < 5
+        send_until_cut_off(client, b" " * 2000)
 
 
 def test_a_body_that_is_too_long_is_told_so(locked, undisturbed):
@@ -136,19 +135,16 @@ def test_a_body_that_is_too_long_is_told_so(locked, undisturbed):
 
 
 def test_an_absurd_length_is_refused_at_once(locked, undisturbed):
-    begin = time.monotonic()
     for length in ("1" + "0" * 18, "9" * 400, "-1", "0x10", "²"):
         lines = ("Content-Type: application/json", f"Content-Length: {length}")
         assert exchange(locked, head("/v1/completions", *lines, method="POST", key=KEY))[0] in (400, 413), length
-    assert time.monotonic() - begin < 1
 
 
 def test_a_head_a_byte_at_a_time_is_cut_off(locked, undisturbed):
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connect(locked)) for _ in range(50)]
-        begin = time.monotonic()
         alive = set(clients)
-        for byte in head("/v1/models", key=KEY)[:-2]:
+        for byte in head("/v1/models", "X-Long: " + "x" * 500, key=KEY)[:-2]:
             for client in list(alive):
                 try:
                     client.sendall(bytes([byte]))
@@ -158,29 +154,29 @@ def test_a_head_a_byte_at_a_time_is_cut_off(locked, undisturbed):
             if not alive:
                 break
         assert not alive
-        assert time.monotonic() - begin < READ_TIMEOUT_S + 3
 
 
 def test_a_second_head_a_byte_at_a_time_is_cut_off_too(locked, undisturbed):
     with connect(locked) as client:
         client.sendall(head("/v1/models", key=KEY))
         assert read_reply(client)[0] == 200
-        assert _seconds_of_sending(client, head("/v1/models", "X-Long: " + "x" * 200)) < READ_TIMEOUT_S + 3
+        send_until_cut_off(client, head("/v1/models", "X-Long: " + "x" * 1000))
 
 
-def _seconds_of_sending(client: socket.socket, data: bytes) -> float:
-    """A byte at a time: how long until nobody takes them any more."""
-    begin = time.monotonic()
-    with contextlib.suppress(ConnectionError):
+def send_until_cut_off(client: socket.socket, data: bytes) -> None:
+    """A byte at a time: nobody takes all of them."""
+    try:
         for byte in data:
             client.sendall(bytes([byte]))
             time.sleep(0.05)
-    return time.monotonic() - begin
+    except ConnectionError:
+        return
+    pytest.fail("all of it was taken")
 
 
 def test_a_connection_that_says_nothing_is_closed(locked, undisturbed):
     with connect(locked) as client:
-        assert seconds_until_closed(client) < READ_TIMEOUT_S + 2
+        wait_until_closed(client)
 
 
 def test_a_body_a_byte_a_second_is_told_that_it_is_too_slow(locked, undisturbed):
@@ -190,11 +186,11 @@ def test_a_body_a_byte_a_second_is_told_that_it_is_too_slow(locked, undisturbed)
         client.sendall(head("/v1/completions", *lines, method="POST", key=KEY))
         client.settimeout(1)
         reply = b""
-        while not reply and time.monotonic() - begin < 15:
+        while not reply and time.monotonic() - begin < LONGEST_S:
             client.sendall(b" ")
             with contextlib.suppress(TimeoutError):
                 reply = client.recv(65536)
-        assert READ_TIMEOUT_S - 0.5 < time.monotonic() - begin < READ_TIMEOUT_S + 3
+        assert time.monotonic() - begin > READ_TIMEOUT_S - 0.5
         with contextlib.suppress(ConnectionError):
             client.settimeout(5)
             while more := client.recv(65536):
@@ -207,13 +203,11 @@ def test_a_promise_to_continue_is_not_waited_for_longer_than_a_body(locked, undi
     with connect(locked) as client:
         lines = ("Content-Type: application/json", "Content-Length: 10", "Expect: 100-continue")
         client.sendall(head("/v1/completions", *lines, method="POST", key=KEY))
-        begin = time.monotonic()
         data = b""
         while b"408" not in data:
             more = client.recv(65536)
             assert more
             data += more
-        assert time.monotonic() - begin < READ_TIMEOUT_S + 3
 
 
 def test_a_compressed_body_is_not_unpacked(locked, undisturbed):
@@ -272,7 +266,7 @@ def test_a_broken_chunk_after_the_answer_ends_the_connection_quietly(locked, und
         client.sendall(head("/v1/completions", "Transfer-Encoding: chunked", method="POST"))
         assert read_reply(client)[0] == 401
         client.sendall(b"this is no chunk\r\n")
-        assert seconds_until_closed(client) < 5
+        wait_until_closed(client)
     assert not [line for line in locked.lines[num_lines:] if '"level": "error"' in line]
 
 
@@ -282,14 +276,14 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(lo
         lines = ("Content-Type: application/json", "Content-Length: 1000")
         client.sendall(head("/v1/completions", *lines, method="POST", key=KEY) + b"{")
         time.sleep(0.2)
-    time.sleep(0.5)
+    locked.wait_for_line('"path": "/v1/completions"', '"method": "POST"', start=num_lines)
     new = locked.lines[num_lines:]
     assert not [line for line in new if '"level": "error"' in line or '"status": 500' in line]
 
 
 def wait_for_files(server, most: int) -> None:
     """Until a server has no more open files, but for a few."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + LONGEST_S
     while num_files(server) > most + 5:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -308,7 +302,7 @@ def test_two_thousand_connections_leave_room_for_those_who_ask(locked, undisturb
             with contextlib.suppress(TimeoutError, ConnectionError):
                 refused += client.recv(64).startswith(b"HTTP/1.1 503 ")
         assert refused > 1000  # not all but the limit: where this takes long, the first have been closed by now
-        deadline = time.monotonic() + READ_TIMEOUT_S + 10
+        deadline = time.monotonic() + LONGEST_S
         while not serves(locked):  # although all of them are still open on this side
             assert time.monotonic() < deadline
     wait_for_files(locked, before)
@@ -325,7 +319,7 @@ def test_more_requests_at_once_than_anybody_reads_answers_to(locked, undisturbed
                 with contextlib.suppress(BlockingIOError):
                     data = data[client.send(data) :]
         while num_files(locked) > before:
-            assert time.monotonic() - begin < 15, "the connection is still there"
+            assert time.monotonic() - begin < LONGEST_S, "the connection is still there"
             time.sleep(0.1)
     assert locked.memory - memory < 32 << 20
 
@@ -340,7 +334,7 @@ def test_a_client_that_never_reads_its_stream_is_cut_off(locked, offline):
             client.sendall(post("/v1/completions", json.dumps(body).encode(), key=KEY))
             ended = 'quire_sequences_ended_total{finish_reason="cancelled"}'
             count = _labelled(locked, ended)
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + LONGEST_S
             while _labelled(locked, ended) == count or num_files(locked) > before:
                 assert time.monotonic() < deadline, "the stream, or its connection, is still there"
                 time.sleep(0.1)

@@ -67,7 +67,7 @@ def test_sixty_four_streams_with_leavers_and_deadlines(tiny_folder, offline, soa
             await asyncio.gather(*(worker(until) for _ in range(NUM_STREAMS)), watch(until))
 
         asyncio.run(run())
-        server.wait_idle(10)
+        server.wait_idle()
         assert server.metric("quire_compiles_after_warmup_total") == 0
         assert server.metric("quire_failed_steps_total") == 0
         early = int(statistics.median(size for _, size in memory[10:20]))
@@ -131,4 +131,4 @@ def test_ten_times_more_than_fits(tiny_folder):
         assert wait_95 < 0.25
         assert 0.5 < statistics.median(promised) / statistics.median(waited) < 2
         assert memory[-1] - memory[len(memory) // 4] < 64 << 20
-        server.wait_idle(10)
+        server.wait_idle()

@@ -5,7 +5,6 @@ import http.server
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
@@ -124,9 +123,7 @@ def test_nothing_of_what_was_said_leaves(received):
 def test_a_collector_that_is_not_there_disturbs_nobody(tiny_folder):
     with serving(tiny_folder, *SMALL, "--otlp-endpoint", "http://127.0.0.1:9") as server:
         assert server.post("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 3})[0] == 200
-        start = time.monotonic()
         assert server.terminate() == 0
-        assert time.monotonic() - start < 9
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "http://", ""])
