@@ -22,7 +22,7 @@ from quire.llm import new_text
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
 from quire.testing import InjectedError, fake_engine, hash_step, next_token
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.fake_sampler import SamplingRunner, drawn_from, logprob, top
 from tests.reference import allowed_tokens, expected_end
@@ -505,9 +505,9 @@ class History:
 
 def visible(sequence: Sequence) -> tuple:
     """All that a client sees of a sequence that has ended and been read."""
-    assert sequence.text is None or isinstance(sequence.text, TextStream)
+    assert sequence.detokenizer is None or isinstance(sequence.detokenizer, Detokenizer)
     new_text(sequence)
-    text = sequence.text and sequence.text.text
+    text = sequence.detokenizer and sequence.detokenizer.text
     seen = (sequence.finish_reason, sequence.output_token_ids, text, sequence.logprobs, sequence.weight_versions)
     return (*seen, sequence.prompt_logprobs)
 

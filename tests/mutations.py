@@ -13,7 +13,7 @@ from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence, SequenceState
 from quire.engine import packer
 from quire.engine.engine import Engine
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from tests.histories import DEFAULTS, FIELDS, ToyGrammar
 
 MUTATIONS = {}
@@ -303,35 +303,35 @@ def go_on_without_the_grammar(patch):
 
 
 @mutation
-def share_a_text_stream(patch):
+def share_a_detokenizer(patch):
     """A fork reads its tokens with its parent's decoder."""
-    patch.setattr(TextStream, "fork", lambda self: self)
+    patch.setattr(Detokenizer, "fork", lambda self: self)
 
 
 @mutation
 def forget_what_was_read(patch):
     """A fork's text begins where it was cut off its parent."""
-    fork = TextStream.fork
+    fork = Detokenizer.fork
 
     def fork_and_forget(self):
         other = fork(self)
         other._num_taken = self._num_taken
         return other
 
-    patch.setattr(TextStream, "fork", fork_and_forget)
+    patch.setattr(Detokenizer, "fork", fork_and_forget)
 
 
 @mutation
 def share_half_a_character(patch):
     """A fork does not know of the bytes that its parent has decoded half."""
-    fork = TextStream.fork
+    fork = Detokenizer.fork
 
     def fork_at_a_character(self):
         other = fork(self)
         other._utf8.reset()
         return other
 
-    patch.setattr(TextStream, "fork", fork_at_a_character)
+    patch.setattr(Detokenizer, "fork", fork_at_a_character)
 
 
 @mutation

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from quire.text import tokenizer as tokenizer_module
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -91,7 +91,7 @@ def test_smollm2_agrees_with_the_oracle_on_any_text(smollm2: Tokenizer, oracle: 
 def test_smollm2_decodes_any_ids_like_the_oracle_also_as_a_stream(
     smollm2: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int]
 ):
-    stream = TextStream(smollm2)
+    stream = Detokenizer(smollm2)
     text = ""
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])
@@ -102,7 +102,7 @@ def test_smollm2_decodes_any_ids_like_the_oracle_also_as_a_stream(
 @pytest.mark.parametrize("text", TEXTS)
 def test_smollm2_streams_real_text(smollm2: Tokenizer, text: str):
     ids = smollm2.encode(text)
-    stream = TextStream(smollm2, stop_strings=["no such thing", "👩‍👩‍👧‍👧"])
+    stream = Detokenizer(smollm2, stop_strings=["no such thing", "👩‍👩‍👧‍👧"])
     deltas = []
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])
@@ -407,7 +407,7 @@ def sentencepiece(tmp_path: Path) -> Tokenizer:
 
 def test_sentencepiece_streams_byte_tokens_as_characters(sentencepiece: Tokenizer):
     ids = sentencepiece.encode("hello 👍 é")
-    stream = TextStream(sentencepiece)
+    stream = Detokenizer(sentencepiece)
     deltas = []
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])

@@ -27,7 +27,7 @@ from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
 from quire.engine.engine import Engine
 from quire.outputs import CompletionOutput, RequestOutput, TextChunk
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -308,10 +308,12 @@ def _plain(value: Any) -> Any:
 
 def new_text(sequence: TokenSequence) -> str:
     """Text that has become certain since the last call."""
-    if not isinstance(sequence.text, TextStream):
+    if not isinstance(sequence.detokenizer, Detokenizer):
         return ""
-    sequence.text.advance(sequence.output_token_ids)
-    return sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.text.take()
+    sequence.detokenizer.advance(sequence.output_token_ids)
+    return (
+        sequence.detokenizer.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.detokenizer.take()
+    )
 
 
 def _request_output(sequences: list[TokenSequence]) -> RequestOutput:

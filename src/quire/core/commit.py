@@ -80,7 +80,7 @@ def _at_stop(sequence: Sequence) -> bool:
         if stop[-1] == output[-1] and len(output) >= len(stop) and tuple(output[-len(stop) :]) == stop:
             sequence.num_stop_tokens = len(stop)
             return True
-    return bool(sequence.has_stop_strings and sequence.text and sequence.text.advance(output))
+    return bool(sequence.has_stop_strings and sequence.detokenizer and sequence.detokenizer.advance(output))
 
 
 def _follow_grammar(sequence: Sequence, grammar: Grammar) -> FinishReason | None:

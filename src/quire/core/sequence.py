@@ -79,11 +79,11 @@ class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
-        "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
-        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "num_tokens", "order",
+        "arrival", "detokenizer", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root",
+        "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens",
+        "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens", "num_tokens", "order",
         "output_token_ids", "page_hashes", "pages", "params", "parent", "preemptions", "priority", "prompt_len",
-        "prompt_logprobs", "request", "sampling_record", "seed", "state", "stop_ids", "text", "weight_versions",
+        "prompt_logprobs", "request", "sampling_record", "seed", "state", "stop_ids", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +95,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_ids: frozenset[int] = frozenset(),
-        text: StopDetector | None = None,
+        detokenizer: StopDetector | None = None,
         grammar: Grammar | None = None,
     ) -> None:
         self.request = request
@@ -115,7 +115,7 @@ class Sequence:
         self.eos_ids = frozenset() if request.params.ignore_eos else eos_ids
         self.stop_ids = [*self.eos_ids, *request.params.stop_token_ids]
         """Token ids that end it once it has `min_tokens`."""
-        self.text = text
+        self.detokenizer = detokenizer
         """Turns the output into text; None without a tokenizer."""
         self.params = request.params
         self.sampling_record: bytes | None = None
@@ -174,7 +174,7 @@ class Sequence:
             seed=self.seed,
             max_tokens=self.max_tokens,
             eos_ids=self.eos_ids,
-            text=self.text and self.text.fork(),
+            detokenizer=self.detokenizer and self.detokenizer.fork(),
         )
         first.next_index += 1
         child.family = self.family

@@ -15,7 +15,7 @@ from quire.device.runner import ModelRunner
 from quire.engine.packer import Packer
 from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
 from quire.engine.step_shapes import step_shapes
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 
@@ -106,9 +106,9 @@ def build_runner(
     )
 
 
-def detokenizer(tokenizer: Tokenizer, params: SamplingParams, *, keeps_space: bool) -> TextStream:
+def build_detokenizer(tokenizer: Tokenizer, params: SamplingParams, *, keeps_space: bool) -> Detokenizer:
     """What turns the tokens of one sequence into text, and finds its stop strings."""
-    return TextStream(
+    return Detokenizer(
         tokenizer,
         params.stop_strings,
         params.stop_sequences,

@@ -25,12 +25,12 @@ from quire.core.sequence import Sequence, TokenEvent, Version
 from quire.core.stopping import Grammar
 from quire.device.mesh import make_mesh
 from quire.engine.build import (
+    build_detokenizer,
     build_packer,
     build_runner,
     build_scheduler,
     choose_pool,
     describe_capacity,
-    detokenizer,
     end_tokens,
 )
 from quire.engine.ownership import between_steps, owner_only
@@ -180,7 +180,7 @@ class Engine:
             seed=secrets.randbits(64) if params.seed is None else params.seed,
             max_tokens=max_tokens,
             eos_ids=self.eos_ids,
-            text=self.tokenizer and detokenizer(self.tokenizer, params, keeps_space=grammar is not None),
+            detokenizer=self.tokenizer and build_detokenizer(self.tokenizer, params, keeps_space=grammar is not None),
             grammar=grammar,
         )
         if grammar is not None:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 from quire.text.tokenizer import Tokenizer
 
 
-class TextStream:
+class Detokenizer:
     """Incremental decode of one sequence's output with stops. Append-only.
 
     The stop string that is complete first wins, and of those that end on the same character the longest: what the
@@ -68,7 +68,7 @@ class TextStream:
         most_dropped = max([1, *map(len, stop_sequences)])
         self._checkpoints: deque[_Checkpoint] = deque(maxlen=most_dropped)
 
-    def fork(self) -> "TextStream":
+    def fork(self) -> "Detokenizer":
         """Another stream that has consumed the same tokens. Its text is that of the whole output, all still to take.
 
         The stops are shared: they are many nodes, and never change.
@@ -164,7 +164,7 @@ class TextStream:
 
 
 class _Checkpoint(NamedTuple):
-    """What `TextStream` knew before a token."""
+    """What `Detokenizer` knew before a token."""
 
     num_chars: int
     at_start: bool

@@ -5,7 +5,7 @@ template. Refuses to know: models, sampling, requests. It never imports Python f
 not read.
 
 Decoding is our own: every token is a piece, bytes of UTF-8, and the text is their concatenation. That is what makes
-streaming exact (see `detokenizer.py`). `tokenizers.DecodeStream` decodes a window of tokens again and again and waits for
+streaming exact (see `detokenizer`). `tokenizers.DecodeStream` decodes a window of tokens again and again and waits for
 U+FFFD to go away, so it stalls on bytes that never become a character; and the library's byte fallback turns a whole
 run of byte tokens into U+FFFD when a later byte is invalid, which takes back text a client has already read.
 """

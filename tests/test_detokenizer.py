@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 BYTES = [bytes([byte]) for byte in range(256)]
@@ -37,12 +37,12 @@ ab_ids = st.lists(st.sampled_from([ord("a"), ord("b"), 257, 258, 259]), max_size
 ab_stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=3)
 
 
-def stream(text_stream: TextStream, ids: Sequence[int]) -> list[str]:
+def stream(detokenizer: Detokenizer, ids: Sequence[int]) -> list[str]:
     """Deltas of one token at a time, without the last."""
     deltas = []
     for num_ids in range(1, len(ids) + 1):
-        text_stream.advance(ids[:num_ids])
-        deltas.append(text_stream.take())
+        detokenizer.advance(ids[:num_ids])
+        deltas.append(detokenizer.take())
     return deltas
 
 
@@ -71,51 +71,51 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, SENTENCEPIECE], ids=["byte-level", "sentencepiece"])
 @given(any_ids)
 def test_deltas_add_up_to_decode(tokenizer: Tokenizer, ids: list[int]):
-    text_stream = TextStream(tokenizer)
-    deltas = [*stream(text_stream, ids), text_stream.finish()]
+    detokenizer = Detokenizer(tokenizer)
+    deltas = [*stream(detokenizer, ids), detokenizer.finish()]
     assert "".join(deltas) == tokenizer.decode(ids)
-    assert text_stream.text == tokenizer.decode(ids)
+    assert detokenizer.text == tokenizer.decode(ids)
 
 
 @given(st.text())
 def test_never_half_a_character(text: str):
-    text_stream = TextStream(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER)
     so_far = ""
-    for delta in stream(text_stream, list(text.encode())):
+    for delta in stream(detokenizer, list(text.encode())):
         so_far += delta
         assert text.startswith(so_far)
-    assert so_far + text_stream.finish() == text
+    assert so_far + detokenizer.finish() == text
 
 
 def test_a_character_appears_with_its_last_byte():
-    assert stream(TextStream(TOKENIZER), list("é👍".encode())) == ["", "é", "", "", "", "👍"]
+    assert stream(Detokenizer(TOKENIZER), list("é👍".encode())) == ["", "é", "", "", "", "👍"]
 
 
 def test_an_incomplete_tail_becomes_the_replacement_character():
-    text_stream = TextStream(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER)
     ids = [*b"ok", 0xF0, 0x9F]
-    assert stream(text_stream, ids) == ["o", "k", "", ""]
-    assert text_stream.finish() == "\ufffd"
-    assert text_stream.text == TOKENIZER.decode(ids)
+    assert stream(detokenizer, ids) == ["o", "k", "", ""]
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.text == TOKENIZER.decode(ids)
 
 
 def test_special_tokens_have_no_text_even_inside_a_character():
-    text_stream = TextStream(TOKENIZER)
-    assert stream(text_stream, [0xC3, SPECIAL_ID, 0xA9]) == ["", "", "é"]
+    detokenizer = Detokenizer(TOKENIZER)
+    assert stream(detokenizer, [0xC3, SPECIAL_ID, 0xA9]) == ["", "", "é"]
 
 
 def test_special_tokens_have_their_names_where_they_are_not_skipped():
-    text_stream = TextStream(TOKENIZER, ["!"], skip_special=False)
+    detokenizer = Detokenizer(TOKENIZER, ["!"], skip_special=False)
     ids = [ord("a"), SPECIAL_ID, ord("b"), SPECIAL_ID]
-    assert "".join(stream(text_stream, ids)) + text_stream.finish(drop_tokens=1) == "a<|special|>b<|special|>"
-    again = TextStream(TOKENIZER, skip_special=False)
+    assert "".join(stream(detokenizer, ids)) + detokenizer.finish(drop_tokens=1) == "a<|special|>b<|special|>"
+    again = Detokenizer(TOKENIZER, skip_special=False)
     again.advance(ids)
     assert again.finish(drop_tokens=1) == "a<|special|>b"
 
 
 @given(ab_ids, ab_stops)
 def test_an_included_stop_string_is_the_end_of_the_text(ids: list[int], stops: list[str]):
-    without, included = TextStream(TOKENIZER, stops), TextStream(TOKENIZER, stops, include_stop=True)
+    without, included = Detokenizer(TOKENIZER, stops), Detokenizer(TOKENIZER, stops, include_stop=True)
     assert without.advance(ids) == included.advance(ids)
     text, whole = without.finish(), included.finish()
     assert whole.startswith(text)
@@ -126,9 +126,9 @@ def test_an_included_stop_string_is_the_end_of_the_text(ids: list[int], stops: l
 
 
 def test_only_the_first_space_is_stripped():
-    text_stream = TextStream(SENTENCEPIECE)
+    detokenizer = Detokenizer(SENTENCEPIECE)
     ids = [SPECIAL_ID, *b"  a b"]
-    assert "".join(stream(text_stream, ids)) == " a b" == SENTENCEPIECE.decode(ids)
+    assert "".join(stream(detokenizer, ids)) == " a b" == SENTENCEPIECE.decode(ids)
 
 
 @given(
@@ -146,23 +146,23 @@ def test_a_fork_goes_on_as_if_it_had_read_everything_alone(
 ):
     """Whatever is under way at the fork: half a character, half a stop string, half a stop id sequence."""
 
-    def fresh() -> TextStream:
-        return TextStream(TOKENIZER, stops, sequences, min_tokens, include_stop=include_stop)
+    def fresh() -> Detokenizer:
+        return Detokenizer(TOKENIZER, stops, sequences, min_tokens, include_stop=include_stop)
 
     parent = fresh()
     taken = [*stream(parent, before), parent.take()] if is_taken else [str(parent.advance(before))[:0]]
     child = parent.fork()
-    for text_stream, ids, deltas in ((parent, before + ours, taken), (child, before + theirs, [])):
+    for detokenizer, ids, deltas in ((parent, before + ours, taken), (child, before + theirs, [])):
         alone = fresh()
-        assert text_stream.advance(ids) == alone.advance(ids)
-        assert text_stream.num_tokens == alone.num_tokens
-        longest = min(max([1, *map(len, sequences)]), text_stream.num_tokens)
-        drop = 0 if text_stream is parent and is_taken else longest
-        assert "".join([*deltas, text_stream.take(), text_stream.finish(drop)]) == alone.take() + alone.finish(drop)
+        assert detokenizer.advance(ids) == alone.advance(ids)
+        assert detokenizer.num_tokens == alone.num_tokens
+        longest = min(max([1, *map(len, sequences)]), detokenizer.num_tokens)
+        drop = 0 if detokenizer is parent and is_taken else longest
+        assert "".join([*deltas, detokenizer.take(), detokenizer.finish(drop)]) == alone.take() + alone.finish(drop)
 
 
 def test_who_reads_a_fork_has_read_nothing_yet():
-    parent = TextStream(TOKENIZER)
+    parent = Detokenizer(TOKENIZER)
     parent.advance(list(b"abc"))
     assert parent.take() == "abc"
     child = parent.fork()
@@ -172,134 +172,134 @@ def test_who_reads_a_fork_has_read_nothing_yet():
 
 
 def test_calling_twice_is_free():
-    text_stream = TextStream(TOKENIZER)
+    detokenizer = Detokenizer(TOKENIZER)
     ids = list(b"abc")
-    assert [text_stream.advance(ids), text_stream.take()] == [False, "abc"]
-    assert [text_stream.advance(ids), text_stream.take()] == [False, ""]
-    assert [text_stream.finish(), text_stream.num_tokens] == ["", 3]
+    assert [detokenizer.advance(ids), detokenizer.take()] == [False, "abc"]
+    assert [detokenizer.advance(ids), detokenizer.take()] == [False, ""]
+    assert [detokenizer.finish(), detokenizer.num_tokens] == ["", 3]
 
 
 @given(ab_ids, ab_stops, st.lists(st.tuples(st.integers(1, 5), st.booleans())))
 def test_stop_strings(ids: list[int], stops: list[str], portions: list[tuple[int, bool]]):
     """Against brute force, with tokens arriving in any portions and taken or not."""
-    text_stream = TextStream(TOKENIZER, stops)
+    detokenizer = Detokenizer(TOKENIZER, stops)
     read, num_ids = "", 0
     for num_new, takes in [*portions, (len(ids), False)]:
         num_ids += num_new
         so_far = TOKENIZER.decode(ids[:num_ids])
         before_stop = first_stop(so_far, stops)
-        assert text_stream.advance(ids[:num_ids]) == (before_stop is not None)
+        assert detokenizer.advance(ids[:num_ids]) == (before_stop is not None)
         if takes:
-            read += text_stream.take()
+            read += detokenizer.take()
             # What cannot begin a stop is out at once, and nothing else.
             held = longest_suffix_in(so_far, stops, proper=True)
             assert read == (so_far[: len(so_far) - held] if before_stop is None else before_stop)
     before_stop = first_stop(TOKENIZER.decode(ids), stops)
-    read += text_stream.finish()
-    assert read == text_stream.text == (TOKENIZER.decode(ids) if before_stop is None else before_stop)
+    read += detokenizer.finish()
+    assert read == detokenizer.text == (TOKENIZER.decode(ids) if before_stop is None else before_stop)
 
 
 def test_a_stop_string_across_tokens_and_characters():
-    text_stream = TextStream(TOKENIZER, ["</ä>"])
+    detokenizer = Detokenizer(TOKENIZER, ["</ä>"])
     ids = list("x</b></ä>y".encode())
-    assert "".join(stream(text_stream, ids)) == "x</b>"
-    assert text_stream.advance(ids)
-    assert text_stream.num_tokens == len("x</b></ä>".encode())
-    assert text_stream.finish() == ""
+    assert "".join(stream(detokenizer, ids)) == "x</b>"
+    assert detokenizer.advance(ids)
+    assert detokenizer.num_tokens == len("x</b></ä>".encode())
+    assert detokenizer.finish() == ""
 
 
 def test_the_stop_that_is_complete_first_wins_however_the_text_is_cut():
     for ids in (list(b"abxab"), [257, *b"x", 257]):
-        text_stream = TextStream(TOKENIZER, ["bxab", "x"])
-        assert text_stream.advance(ids)
-        assert text_stream.finish() == "ab"
+        detokenizer = Detokenizer(TOKENIZER, ["bxab", "x"])
+        assert detokenizer.advance(ids)
+        assert detokenizer.finish() == "ab"
 
 
 def test_a_stop_string_made_by_the_flush_of_an_incomplete_character():
-    text_stream = TextStream(TOKENIZER, ["\ufffd"])
-    assert not text_stream.advance([*b"a", 0xC3])
-    assert text_stream.finish() == "a"
+    detokenizer = Detokenizer(TOKENIZER, ["\ufffd"])
+    assert not detokenizer.advance([*b"a", 0xC3])
+    assert detokenizer.finish() == "a"
 
 
 @given(ab_ids, st.lists(st.lists(st.sampled_from([97, 98, 257]), min_size=1, max_size=4).map(tuple), max_size=3))
 def test_tokens_that_may_begin_a_stop_sequence_are_held_back(ids: list[int], sequences: list[tuple[int, ...]]):
-    text_stream = TextStream(TOKENIZER, stop_sequences=sequences)
+    detokenizer = Detokenizer(TOKENIZER, stop_sequences=sequences)
     read = ""
     for num_ids in range(1, len(ids) + 1):
-        text_stream.advance(ids[:num_ids])
-        read += text_stream.take()
+        detokenizer.advance(ids[:num_ids])
+        read += detokenizer.take()
         held = longest_suffix_in(ids[:num_ids], sequences, proper=False)
         assert read == TOKENIZER.decode(ids[: num_ids - held])
         matches = [len(s) for s in sequences if tuple(ids[:num_ids][-len(s) :]) == s]
         if matches:  # the engine stops on any of them
-            read += text_stream.finish(drop_tokens=matches[0])
+            read += detokenizer.finish(drop_tokens=matches[0])
             assert read == TOKENIZER.decode(ids[: num_ids - matches[0]])
             return
-    assert read + text_stream.finish() == TOKENIZER.decode(ids)
+    assert read + detokenizer.finish() == TOKENIZER.decode(ids)
 
 
 def test_a_stop_string_inside_held_back_tokens_is_seen_at_once():
-    text_stream = TextStream(TOKENIZER, ["b"], [(ord("a"), ord("b"), ord("c"))])
-    assert not text_stream.advance(list(b"a"))
-    assert text_stream.take() == ""
-    assert text_stream.advance(list(b"ab"))
-    assert text_stream.finish() == "a"
+    detokenizer = Detokenizer(TOKENIZER, ["b"], [(ord("a"), ord("b"), ord("c"))])
+    assert not detokenizer.advance(list(b"a"))
+    assert detokenizer.take() == ""
+    assert detokenizer.advance(list(b"ab"))
+    assert detokenizer.finish() == "a"
 
 
 def test_dropping_a_stop_token_keeps_the_incomplete_character_before_it():
     ids = [*b"a", 0xC3, *b"z"]
-    text_stream = TextStream(TOKENIZER, stop_sequences=[(ord("z"),)])
-    assert stream(text_stream, ids) == ["a", "", ""]
-    assert text_stream.finish(drop_tokens=1) == "\ufffd"
-    assert text_stream.text == TOKENIZER.decode(ids[:-1])
+    detokenizer = Detokenizer(TOKENIZER, stop_sequences=[(ord("z"),)])
+    assert stream(detokenizer, ids) == ["a", "", ""]
+    assert detokenizer.finish(drop_tokens=1) == "\ufffd"
+    assert detokenizer.text == TOKENIZER.decode(ids[:-1])
 
 
 def test_dropping_a_stop_token_keeps_the_stop_string_that_began_before_it():
-    text_stream = TextStream(TOKENIZER, ["ab"], [(ord("b"),)])
-    assert text_stream.advance(list(b"xab"))
-    assert text_stream.finish(drop_tokens=1) == "x"
+    detokenizer = Detokenizer(TOKENIZER, ["ab"], [(ord("b"),)])
+    assert detokenizer.advance(list(b"xab"))
+    assert detokenizer.finish(drop_tokens=1) == "x"
 
 
 def test_dropping_the_whole_stop_string_leaves_the_text_before_it():
-    text_stream = TextStream(TOKENIZER, ["b"], [(ord("b"),)])
-    assert text_stream.advance(list(b"xab"))
-    assert text_stream.finish(drop_tokens=1) == "xa"
+    detokenizer = Detokenizer(TOKENIZER, ["b"], [(ord("b"),)])
+    assert detokenizer.advance(list(b"xab"))
+    assert detokenizer.finish(drop_tokens=1) == "xa"
 
 
 def test_taken_text_is_never_taken_back():
-    text_stream = TextStream(TOKENIZER)
-    text_stream.advance(list(b"ab"))
-    assert [text_stream.take(), text_stream.finish(drop_tokens=1), text_stream.text] == ["ab", "", "ab"]
+    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer.advance(list(b"ab"))
+    assert [detokenizer.take(), detokenizer.finish(drop_tokens=1), detokenizer.text] == ["ab", "", "ab"]
 
 
 @pytest.mark.parametrize("drop_tokens", [-1, 2])
 def test_dropping_more_than_a_stop_is_an_error(drop_tokens: int):
-    text_stream = TextStream(TOKENIZER)
-    text_stream.advance(list(b"abc"))
+    detokenizer = Detokenizer(TOKENIZER)
+    detokenizer.advance(list(b"abc"))
     with pytest.raises(ValueError, match=r"drop_tokens must be 0\.\.1"):
-        text_stream.finish(drop_tokens)
+        detokenizer.finish(drop_tokens)
 
 
 def test_empty_stops_are_errors_that_name_the_field():
     with pytest.raises(ValueError, match=r"stop_strings\[1\]"):
-        TextStream(TOKENIZER, ["a", ""])
+        Detokenizer(TOKENIZER, ["a", ""])
     with pytest.raises(ValueError, match=r"stop_sequences\[0\]"):
-        TextStream(TOKENIZER, stop_sequences=[()])
+        Detokenizer(TOKENIZER, stop_sequences=[()])
 
 
 def test_cost_does_not_grow_with_the_text_or_the_stops():
     """Stops that always nearly match: four times the tokens and the stops cost four times as much, not sixteen."""
 
     def seconds(length: int) -> float:
-        text_stream = TextStream(TOKENIZER, ["a" * length + "b"], [(*b"a" * length, ord("c"))])
+        detokenizer = Detokenizer(TOKENIZER, ["a" * length + "b"], [(*b"a" * length, ord("c"))])
         ids = list(b"a" * 3 * length)
         portions = [ids[:num_ids] for num_ids in range(0, len(ids), length // 100)]
         num_read, started = 0, time.thread_time()
         for portion in portions:
-            text_stream.advance(portion)
-            num_read += len(text_stream.take())
-        text_stream.advance(ids)
-        num_read += len(text_stream.finish())
+            detokenizer.advance(portion)
+            num_read += len(detokenizer.take())
+        detokenizer.advance(ids)
+        num_read += len(detokenizer.finish())
         spent = time.thread_time() - started  # of this thread: whoever else is on the machine does not count
         assert num_read == len(ids)
         return spent
