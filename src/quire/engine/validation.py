@@ -79,7 +79,7 @@ class RequestValidator:
             raise RequestError(
                 f"a prompt of {prompt_len} tokens + max_tokens={max_tokens} is more than "
                 f"max_model_len={limit}; {' or '.join(fixes)}",
-                field="max_tokens" if prompt_len < limit else "prompt",
+                field="prompt",
                 code=TOO_LONG,
                 request_id=request.id,
             )
