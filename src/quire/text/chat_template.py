@@ -2,7 +2,7 @@
 
 Owns: the sandbox. The template cannot reach Python (Jinja's immutable sandbox, plus lists of the filters and string
 methods it may use), cannot read files or other templates, and cannot run for long or grow for ever: everything it
-does is paid from a budget. The budget counts work, not seconds, so that a busy machine does not change an answer.
+does is paid from a budget. The budget counts work, not seconds, so that a busy machine does not change the result.
 Within those bounds it renders what `apply_chat_template` of transformers does. Knows nothing of tokens.
 
     what can run for long           how it is paid
