@@ -6,8 +6,9 @@ from datetime import datetime
 
 import pytest
 
-from quire.text import chat_template
-from quire.text.chat_template import ChatTemplate, ChatTemplateError, default_template
+from quire.text import chat_template, template_budget
+from quire.text.chat_template import ChatTemplate, default_template
+from quire.text.template_budget import ChatTemplateError
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -229,7 +230,7 @@ EXHAUSTION = {
 
 @pytest.mark.parametrize("source", EXHAUSTION.values(), ids=EXHAUSTION.keys())
 def test_a_template_cannot_exhaust_the_server(source: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(chat_template, "MAX_WORK", 1_000_000)  # a twentieth of the real one, for short tests
+    monkeypatch.setattr(template_budget, "MAX_WORK", 1_000_000)  # a twentieth of the real one, for short tests
     started = time.perf_counter()
     with pytest.raises(ChatTemplateError):
         render(source)
@@ -251,7 +252,7 @@ def test_a_template_cannot_refill_its_budget():
 
 def test_ordinary_chats_are_far_from_the_limits(monkeypatch: pytest.MonkeyPatch):
     """A long chat, and a single message of a million characters, with a twentieth of the budget."""
-    monkeypatch.setattr(chat_template, "MAX_WORK", 1_000_000)
+    monkeypatch.setattr(template_budget, "MAX_WORK", 1_000_000)
     assert len(render(SMOLLM2, USER * 2000)) > 2000
     assert len(render(SMOLLM2, [{"role": "user", "content": "x" * 1_000_000}])) > 1_000_000
 

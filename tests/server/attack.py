@@ -28,14 +28,14 @@ LONGEST_GAP_S = 2.0
 
 
 @dataclasses.dataclass
-class Told:
+class StreamRecord:
     """One stream as it was read."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
     gaps: list[float] = dataclasses.field(default_factory=list)
 
 
-def read_stream(connection: http.client.HTTPConnection, key: str | None, told: Told) -> None:
+def read_stream(connection: http.client.HTTPConnection, key: str | None, record: StreamRecord) -> None:
     body = {
         "model": "tiny",
         "prompt": PROMPT,
@@ -56,9 +56,9 @@ def read_stream(connection: http.client.HTTPConnection, key: str | None, told: T
         now = time.monotonic()
         chunk = json.loads(line[6:])
         assert "error" not in chunk, chunk
-        told.token_ids += chunk["choices"][0]["token_ids"]
+        record.token_ids += chunk["choices"][0]["token_ids"]
         if last is not None:
-            told.gaps.append(now - last)
+            record.gaps.append(now - last)
         last = now
 
 
@@ -70,14 +70,14 @@ def bystander(server: Server, offline, key: str | None = None) -> Iterator[None]
     """
     expected = _expected(offline)
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
-    quiet, streams = Told(), list[Told]()
+    quiet, streams = StreamRecord(), list[StreamRecord]()
     errors: list[BaseException] = []
     over = threading.Event()
 
     def run() -> None:
         try:
             while not over.is_set():
-                streams.append(Told())
+                streams.append(StreamRecord())
                 read_stream(connection, key, streams[-1])
         except BaseException as error:
             errors.append(error)
@@ -94,8 +94,8 @@ def bystander(server: Server, offline, key: str | None = None) -> Iterator[None]
             thread.join()
     if errors:
         raise errors[0]
-    assert [told.token_ids for told in streams] == [expected] * len(streams)
-    gaps = [gap for told in streams for gap in told.gaps]
+    assert [record.token_ids for record in streams] == [expected] * len(streams)
+    gaps = [gap for record in streams for gap in record.gaps]
     assert max(gaps) < LONGEST_GAP_S, f"the bystander waited {max(gaps):.2f} s; in quiet {max(quiet.gaps):.3f} s"
     usual, before = statistics.median(gaps), statistics.median(quiet.gaps)
     assert usual < 10 * before + 0.05, f"a token every {usual * 1e3:.1f} ms; in quiet every {before * 1e3:.1f} ms"

@@ -1,4 +1,4 @@
-"""Who may wait, and what the others are told."""
+"""Who may wait, and what the others get."""
 
 import pytest
 

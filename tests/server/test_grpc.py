@@ -93,13 +93,13 @@ def fails(client):
 
 
 def gather(updates, n=1):
-    """What each sequence said, and the last update."""
-    said = [("", [], 0) for _ in range(n)]
+    """The text, tokens and finish reason of each sequence, and the last update."""
+    outputs = [("", [], 0) for _ in range(n)]
     last = None
     for last in updates:
-        text, ids, _ = said[last.index]
-        said[last.index] = (text + last.text, ids + list(last.token_ids), last.finish_reason)
-    return said, last
+        text, ids, _ = outputs[last.index]
+        outputs[last.index] = (text + last.text, ids + list(last.token_ids), last.finish_reason)
+    return outputs, last
 
 
 def expected(offline, prompt, **params):
@@ -107,7 +107,7 @@ def expected(offline, prompt, **params):
     return output
 
 
-# -- what is said -----------------------------------------------------------------------------------------------------
+# -- generating -------------------------------------------------------------------------------------------------------
 
 
 def test_generate_says_what_the_library_says(client, offline):
@@ -125,8 +125,8 @@ def test_generate_says_what_the_library_says(client, offline):
 @pytest.mark.parametrize("prompt", [PROMPT, list(range(20, 60))], ids=["text", "ids"])
 def test_run_says_the_same_at_once(client, offline, prompt):
     whole = expected(offline, prompt, temperature=0, max_tokens=40)
-    asked = {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
-    answer = client.run(**asked, temperature=0, max_tokens=40, request_id="mine")
+    fields = {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    answer = client.run(**fields, temperature=0, max_tokens=40, request_id="mine")
     assert answer.request_id == "mine"
     assert answer.outputs[0].text == whole.outputs[0].text
     assert list(answer.outputs[0].token_ids) == whole.outputs[0].token_ids
@@ -136,8 +136,8 @@ def test_run_says_the_same_at_once(client, offline, prompt):
 def test_several_samples_with_a_seed(client, offline):
     params = {"seed": 5, "n": 3, "max_tokens": 12, "top_p": 0.9, "top_k": 50}
     whole = [(one.text, one.token_ids) for one in expected(offline, "one ", **params).outputs]
-    said, last = gather(client.generate(text="one ", **params), n=3)
-    assert [one[:2] for one in said] == whole
+    outputs, last = gather(client.generate(text="one ", **params), n=3)
+    assert [one[:2] for one in outputs] == whole
     assert last.usage.completion_tokens == sum(len(ids) for _, ids in whole)
     outputs = client.run(text="one ", **params).outputs
     assert [(one.text, list(one.token_ids)) for one in outputs] == whole
@@ -218,7 +218,7 @@ def test_abort_ends_requests_of_the_same_key_only(client, rpc_server):
     with pytest.raises(grpc.RpcError) as caught:
         list(stream)
     assert caught.value.code() == StatusCode.CANCELLED
-    assert "the request was cancelled" in caught.value.details()  # told by the server
+    assert "the request was cancelled" in caught.value.details()  # from the server
     rpc_server.wait_idle()
     assert client.abort("long") == 0
 
@@ -291,7 +291,7 @@ def test_watchers_are_bounded(rpc_server):
         assert anybody.health() == "SERVING"
 
 
-# -- what may be asked ------------------------------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def _check_unread(server):
 
 
 def _check_overload(client):
-    """All rows are taken, one request waits: the next is told when to come again."""
+    """All rows are taken, one request waits: the next is refused, with a time to try again."""
     running = endless(client)
     waiting = client.generate(text="x", max_tokens=1)
     refused = None

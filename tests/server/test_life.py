@@ -1,4 +1,4 @@
-"""A server that is told to stop, whose clients leave, whose steps fail or hang: what happens to whom."""
+"""A server that has to stop, whose clients leave, whose steps fail or hang: what happens to whom."""
 
 import concurrent.futures
 import http.client
@@ -146,7 +146,7 @@ def test_a_step_that_hangs_makes_health_false_and_life_stays(faulty):
             time.sleep(0.1)
         assert [server.get(path)[0] for path in ("/livez", "/readyz", "/metrics")] == [200, 503, 200]
         assert server.post("/v1/completions", {"model": "tiny", "prompt": "x"})[0] == 503
-        assert stuck.result(LONGEST_S)[0] == 503, "nobody waits for an engine that does not answer"
+        assert stuck.result(LONGEST_S)[0] == 503, "nobody waits for an engine that does not respond"
         assert server.terminate() == 0
 
 

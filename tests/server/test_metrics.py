@@ -81,8 +81,8 @@ def test_every_gap_between_two_tokens_is_counted_once(server):
     assert decode <= gaps <= 3 * decode + 1e-3
 
 
-@pytest.mark.parametrize(("fields", "reason"), [({"max_tokens": 5}, "length"), ({"timeout": 0.2}, "deadline")])
-def test_every_sequence_ends_once(server, fields, reason):
+@pytest.mark.parametrize(("wanted", "reason"), [({"max_tokens": 5}, "length"), ({"timeout": 0.2}, "deadline")])
+def test_every_sequence_ends_once(server, wanted, reason):
     """A request of three counts three, however it ends."""
     name = "quire_sequences_ended_total"
 
@@ -90,7 +90,7 @@ def test_every_sequence_ends_once(server, fields, reason):
         return {labels: value for (found, labels), value in samples(server).items() if found == name}
 
     before = ends()
-    body = {"model": "tiny", "prompt": "three ends", "n": 3, "max_tokens": 3500, "ignore_eos": True} | fields
+    body = {"model": "tiny", "prompt": "three ends", "n": 3, "max_tokens": 3500, "ignore_eos": True} | wanted
     server.post("/v1/completions", body)
     server.wait_idle()
     grown = {labels: value - before[labels] for labels, value in ends().items() if value != before[labels]}
@@ -104,9 +104,9 @@ def test_the_rules_and_the_dashboard_ask_for_what_exists(server):
     dashboard = json.loads((DEPLOY / "grafana.json").read_text())
     expressions += [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     expressions += [one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
-    asked = {name for expression in expressions for name in SAMPLE.findall(expression)}
-    assert len(asked) > 30
-    assert asked <= known, asked - known
+    wanted = {name for expression in expressions for name in SAMPLE.findall(expression)}
+    assert len(wanted) > 30
+    assert wanted <= known, wanted - known
 
 
 def test_alerts_say_what_to_do_and_panels_do_not_overlap():

@@ -82,8 +82,8 @@ def test_echo_and_logprobs(client, offline):
 
 
 def test_echo_in_a_stream_brings_the_prompts_scores(client):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-    events = client.completions.create(**asked, logprobs=0, echo=True, stream=True)
+    fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    events = client.completions.create(**fields, logprobs=0, echo=True, stream=True)
     choices = [event.choices[0] for event in events]
     assert "".join(choice.text for choice in choices).startswith(PROMPT)
     assert sum(len(choice.logprobs.tokens) for choice in choices) == len(PROMPT) + 4
@@ -100,9 +100,10 @@ def test_echo_in_a_stream_brings_the_prompts_scores(client):
     ids=str,
 )
 def test_what_clients_send_without_meaning_it_changes_nothing(client, more):
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "temperature": 0}
     assert (
-        client.completions.create(**asked, **more).choices[0].text == client.completions.create(**asked).choices[0].text
+        client.completions.create(**fields, **more).choices[0].text
+        == client.completions.create(**fields).choices[0].text
     )
 
 
@@ -123,15 +124,15 @@ def test_a_chat_in_a_stream_with_n_and_logprobs(client, offline):
     events = client.chat.completions.create(
         model="tiny", messages=MESSAGES, max_tokens=20, seed=3, n=3, logprobs=True, top_logprobs=2, stream=True
     )
-    said, counted, reasons = ["", "", ""], [0, 0, 0], {}
+    texts, counted, reasons = ["", "", ""], [0, 0, 0], {}
     for event in events:
         for choice in event.choices:
-            said[choice.index] += choice.delta.content or ""
+            texts[choice.index] += choice.delta.content or ""
             counted[choice.index] += len(choice.logprobs.content) if choice.logprobs else 0
             if choice.finish_reason:
                 reasons[choice.index] = choice.finish_reason
     whole = offline.chat(MESSAGES, SamplingParams(seed=3, n=3, max_tokens=20))
-    assert said == [output.text for output in whole.outputs]
+    assert texts == [output.text for output in whole.outputs]
     assert counted == [len(output.token_ids) for output in whole.outputs]
     assert set(reasons) == {0, 1, 2}
 
@@ -256,7 +257,7 @@ WEATHER = {
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_json_schema_shapes_the_answer(client, stream):
-    asked = {
+    fields = {
         "model": "tiny",
         "messages": MESSAGES,
         "max_tokens": 900,
@@ -264,10 +265,10 @@ def test_a_json_schema_shapes_the_answer(client, stream):
         "response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}},
     }
     if stream:
-        events = client.chat.completions.create(**asked, stream=True)
+        events = client.chat.completions.create(**fields, stream=True)
         text = "".join(choice.delta.content or "" for event in events for choice in event.choices)
     else:
-        choice = client.chat.completions.create(**asked).choices[0]
+        choice = client.chat.completions.create(**fields).choices[0]
         assert choice.finish_reason == "stop"
         text = choice.message.content
     value = json.loads(text)
@@ -312,7 +313,7 @@ def test_a_form_that_cannot_be_is_a_bad_request(client, form, says):
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}], ids=str)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_forced_call_has_valid_arguments(client, choice, stream):
-    asked = {
+    fields = {
         "model": "tiny",
         "messages": MESSAGES,
         "tools": [WEATHER],
@@ -322,13 +323,13 @@ def test_a_forced_call_has_valid_arguments(client, choice, stream):
     }
     if stream:
         calls, reasons = [], []
-        for event in client.chat.completions.create(**asked, stream=True):
+        for event in client.chat.completions.create(**fields, stream=True):
             for part in event.choices:
                 calls += part.delta.tool_calls or []
                 reasons += [part.finish_reason] * bool(part.finish_reason)
         (reason,) = reasons
     else:
-        answer = client.chat.completions.create(**asked).choices[0]
+        answer = client.chat.completions.create(**fields).choices[0]
         calls, reason = answer.message.tool_calls, answer.finish_reason
     (call,) = calls
     assert (call.function.name, reason) == ("get_weather", "tool_calls")

@@ -290,7 +290,7 @@ def wait_for_files(server, most: int) -> None:
 
 
 def test_two_thousand_connections_leave_room_for_those_who_ask(locked, undisturbed):
-    """Those beyond the limit are told so; those that say nothing are closed; then all is as before."""
+    """Those beyond the limit get a 503; those that say nothing are closed; then all is as before."""
     before, refused = num_files(locked), 0
     with contextlib.ExitStack() as stack:
         clients = []
@@ -588,12 +588,12 @@ def test_pickles_to_every_port_run_nothing(locked, undisturbed, tmp_path):
 
 def test_metrics_and_probes_tell_no_prompt_and_no_token(locked, undisturbed):
     canary = "zanzibar"
-    asked = {"model": "tiny", "prompt": f"{canary} {canary}", "max_tokens": 4, "user": canary, "cache_salt": canary,
+    fields = {"model": "tiny", "prompt": f"{canary} {canary}", "max_tokens": 4, "user": canary, "cache_salt": canary,
              "request_id": canary, "return_token_ids": True}  # fmt: skip
-    status, body = exchange(locked, post("/v1/completions", json.dumps(asked).encode(), key=KEY))
+    status, body = exchange(locked, post("/v1/completions", json.dumps(fields).encode(), key=KEY))
     assert status == 200
     ids = json.loads(body)["choices"][0]["prompt_token_ids"]
     for path in NEEDS_NO_KEY:
-        said = exchange(locked, head(path))[1].decode()
+        text = exchange(locked, head(path))[1].decode()
         for secret in (canary, str(ids)[1:-1], KEY, keys_module.Keys.read(given=[KEY]).find(KEY)):
-            assert secret not in said
+            assert secret not in text

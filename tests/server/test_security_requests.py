@@ -1,4 +1,4 @@
-"""Attacks in what is asked: numbers, forms, templates, addresses, what stays behind. A bystander's stream goes on."""
+"""Attacks in requests: numbers, forms, templates, addresses, what stays behind. A bystander's stream goes on."""
 
 import concurrent.futures
 import json
@@ -171,8 +171,8 @@ def test_a_request_brings_no_template(server, offline):
         for name in ("messages", "chat_template", "tools", "bos_token", "namespace", "range", "self", "__class__", "x"):
             status, answer = server.post("/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: "x"}})
             assert (status, json.loads(answer)["error"]["param"]) == (400, "chat_template_kwargs"), name
-        asked = CHAT | {"chat_template_kwargs": {"enable_thinking": "{{ 7 * 7 }}"}}
-        assert server.post("/v1/chat/completions", asked)[0] == 200
+        body = CHAT | {"chat_template_kwargs": {"enable_thinking": "{{ 7 * 7 }}"}}
+        assert server.post("/v1/chat/completions", body)[0] == 200
 
 
 @pytest.mark.parametrize("content", ["loop", "grow", "escape", "globals"])
@@ -180,8 +180,8 @@ def test_a_hostile_template_is_stopped(hostile, offline, content):
     """What the folder's template does with these words is too much, or not allowed; others are served as ever."""
     server, _ = hostile
     memory = server.memory
-    asked = CHAT | {"messages": [{"role": "user", "content": content}]}
-    status, answer = server.post("/v1/chat/completions", asked)
+    body = CHAT | {"messages": [{"role": "user", "content": content}]}
+    status, answer = server.post("/v1/chat/completions", body)
     assert status == 400
     assert "chat template" in json.loads(answer)["error"]["message"]
     assert "class" not in answer.decode() or "unsafe" in answer.decode()
@@ -192,9 +192,9 @@ def test_a_hostile_template_is_stopped(hostile, offline, content):
 
 def test_a_hostile_template_does_not_stop_a_stream(hostile, offline):
     server, _ = hostile
-    asked = CHAT | {"messages": [{"role": "user", "content": "loop"}]}
+    body = CHAT | {"messages": [{"role": "user", "content": "loop"}]}
     with bystander(server, offline), concurrent.futures.ThreadPoolExecutor(4) as pool:
-        statuses = list(pool.map(lambda _: server.post("/v1/chat/completions", asked)[0], range(4)))
+        statuses = list(pool.map(lambda _: server.post("/v1/chat/completions", body)[0], range(4)))
     assert statuses == [400] * 4
 
 
@@ -215,8 +215,8 @@ def test_no_tensors_come_in(server, offline):
             "prompt_embeds", "input_embeds", "inputs_embeds", "multi_modal_data", "mm_processor_kwargs", "image",
             "images", "kv_transfer_params", "logits_processors", "lora_request", "lora_path", "tensors",
         ):  # fmt: skip
-            for path, asked in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
-                status, answer = server.post(path, asked | {field: "gASVAAAA"})
+            for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+                status, answer = server.post(path, body | {field: "gASVAAAA"})
                 assert (status, json.loads(answer)["error"]["code"]) == (400, "unknown_field"), field
         for kind in (
             "application/octet-stream",
@@ -246,7 +246,7 @@ def test_no_address_in_a_request_is_ever_asked(server, offline):
             assert status == 400, part
         schema = {"$ref": url, "$schema": url, "$id": url}
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-        for asked in (
+        for body in (
             CHAT | {"tools": [tool]},
             CHAT | {"tools": [tool], "tool_choice": "required"},
             CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "f", "schema": schema}}},
@@ -255,7 +255,7 @@ def test_no_address_in_a_request_is_ever_asked(server, offline):
             CHAT | {"messages": [{"role": "user", "content": f"![]({url}) <img src='{url}'>"}]},
             CHAT | {"messages": [{"role": "user", "content": "x", "name": url}]},
         ):
-            server.post("/v1/chat/completions", asked)
+            server.post("/v1/chat/completions", body)
         server.get(f"/v1/models/{url}", traceparent=url, baggage=f"x={url}", referer=url)
         with pytest.raises(TimeoutError):
             listener.accept()
@@ -311,14 +311,14 @@ CANARY = "zanzibar"
 
 def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline):
     server, place = hostile
-    said, messages = [], [{"role": "user", "content": f"{CANARY} {CANARY}"}]
+    texts, messages = [], [{"role": "user", "content": f"{CANARY} {CANARY}"}]
     prompt = f"{CANARY} and {CANARY}"
 
     def ask(path: str, body: dict, wanted: int | tuple[int, ...], **headers: str) -> None:
         status, answer = server.post(path, body, **headers)
         assert status in (wanted if isinstance(wanted, tuple) else (wanted,)), (body, answer)
         if status != 200:
-            said.append(answer.decode())
+            texts.append(answer.decode())
 
     with bystander(server, offline):
         ask("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 4}, 200)
@@ -338,12 +338,12 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
         ask("/v1/chat/completions", {"model": "tiny", "messages": [*messages, {"role": "nobody"}]}, 400)
         ask("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": "escape"}, *messages]}, 400)
         ask("/nothing", {"prompt": prompt}, 404)
-        said.append(server.get(f"/v1/models/{CANARY}?prompt={CANARY}")[1].decode().replace(f"'{CANARY}'", ""))
-        said.append(server.get(f"/{CANARY}")[1].decode())
-        said.append(
+        texts.append(server.get(f"/v1/models/{CANARY}?prompt={CANARY}")[1].decode().replace(f"'{CANARY}'", ""))
+        texts.append(server.get(f"/{CANARY}")[1].decode())
+        texts.append(
             server.ask("POST", "/v1/completions", b'{"model":"tiny","prompt":"%s' % CANARY.encode())[1].decode()
         )
-        said.append(exchange(server, f"GET {CANARY}\r\n\r\n".encode())[1].decode())
+        texts.append(exchange(server, f"GET {CANARY}\r\n\r\n".encode())[1].decode())
         with connect(server) as client:  # leaves in the middle of its body
             client.sendall(post("/v1/completions", json.dumps({"prompt": prompt}).encode())[:-4])
         with connect(server) as client:  # leaves in the middle of its stream
@@ -361,7 +361,7 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
     logs = "".join(server.lines[_first_request(server) :])
     assert '"status": 500' in logs
     assert "a step failed" in logs
-    for text in [logs, *said]:
+    for text in [logs, *texts]:
         for secret in (CANARY, str(list(CANARY.encode()))[1:-1], "secret-place", "/src/quire", "Traceback"):
             assert secret not in text, (secret, text[:2000])
         assert not re.search(r"0x[0-9a-f]{6,}|127\.0\.0\.1", text)

@@ -175,7 +175,7 @@ def test_running_and_waiting_requests_are_seen_but_not_what_they_say(server, adm
         view = wait_for(lambda: (now := pages(admin))["stats"]["running"] == 8 and now["num_waiting"] and now)
         status, trace = admin.get("/debug/trace?seconds=300", **as_admin())
         assert status == 200
-        told = json.dumps(view) + trace.decode()
+        shown = json.dumps(view) + trace.decode()
         states = [one["state"] for one in view["sequences"]]
         assert states.count("running") == 8
         assert "waiting" in states
@@ -185,10 +185,10 @@ def test_running_and_waiting_requests_are_seen_but_not_what_they_say(server, adm
         assert len(held) == view["stats"]["held_pages"]
         assert len(tier["page"]) == view["stats"]["held_pages"] + view["stats"]["cached_pages"]
         assert sum(view["history"]["generated_tokens"]) > 0
-        assert SECRET not in told
-        assert not re.search(r"[0-9a-f]{64}", told), "no hash of a page"
-        assert not re.search(rf"\b{API_KEY}|{ADMIN_KEY}\b", told + "".join(server.lines))
-        assert "token_ids" not in told
+        assert SECRET not in shown
+        assert not re.search(r"[0-9a-f]{64}", shown), "no hash of a page"
+        assert not re.search(rf"\b{API_KEY}|{ADMIN_KEY}\b", shown + "".join(server.lines))
+        assert "token_ids" not in shown
         admin.post("/admin/abort_all", {}, **as_admin())
         for answer in running.answers:
             assert answer.result()[0] == 499

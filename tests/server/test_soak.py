@@ -30,9 +30,9 @@ def median_pace(replies: list[http_client.Reply]) -> float:
 @pytest.mark.slow
 def test_sixty_four_streams_with_leavers_and_deadlines(tiny_folder, offline, soak_seconds):
     """No lost or mixed token, no page held at the end, no compile after warm-up, memory flat."""
-    asked = bodies(NUM_PROMPTS)
+    fields = bodies(NUM_PROMPTS)
     params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
-    wanted = [out.outputs[0].text for out in offline.generate([b["prompt"] for b in asked], params, progress=False)]
+    wanted = [out.outputs[0].text for out in offline.generate([b["prompt"] for b in fields], params, progress=False)]
     rng = random.Random(0)
     counts = {"whole": 0, "left": 0, "late": 0}
     memory: list[tuple[float, int]] = []
@@ -43,7 +43,7 @@ def test_sixty_four_streams_with_leavers_and_deadlines(tiny_folder, offline, soa
         async def worker(until: float) -> None:
             while time.monotonic() < until:
                 i, fate = rng.randrange(NUM_PROMPTS), rng.random()
-                body, leave_after = asked[i], None
+                body, leave_after = fields[i], None
                 if fate < 0.2:
                     leave_after = rng.randrange(1, 12)
                 elif fate < 0.35:
@@ -90,7 +90,7 @@ def test_ten_times_more_than_fits(tiny_folder):
         whole = statistics.median(reply.times[-1] - reply.sent_at for reply in alone if reply.times)
         interval = whole / rows / 10  # ten times what the rows can take
         taken: list[http_client.Reply] = []
-        refused: list[tuple[float, float, float]] = []  # when, how long it took, what it said
+        refused: list[tuple[float, float, float]] = []  # when, how long it took, what it texts
         memory: list[int] = []
 
         async def one(body: dict) -> None:

@@ -72,13 +72,13 @@ def spans(received) -> dict:
 def test_a_request_is_one_span_with_the_conventions_names(received):
     found = spans(received[0])
     assert set(found) == {"mine", "late"}
-    span, told = found["mine"], attributes(found["mine"])
-    assert told["gen_ai.operation.name"] == "text_completion"
-    assert told["gen_ai.request.model"] == "tiny"
-    assert told["gen_ai.request.max_tokens"] == 9
-    assert told["gen_ai.usage.input_tokens"] == len(SECRET)
-    assert told["gen_ai.usage.output_tokens"] == 9
-    assert told["gen_ai.response.finish_reasons"] == ["length"]
+    span, shown = found["mine"], attributes(found["mine"])
+    assert shown["gen_ai.operation.name"] == "text_completion"
+    assert shown["gen_ai.request.model"] == "tiny"
+    assert shown["gen_ai.request.max_tokens"] == 9
+    assert shown["gen_ai.usage.input_tokens"] == len(SECRET)
+    assert shown["gen_ai.usage.output_tokens"] == 9
+    assert shown["gen_ai.response.finish_reasons"] == ["length"]
     assert [event.name for event in span.events] == ["started", "first token"]
     assert span.start_time_unix_nano <= span.events[0].time_unix_nano <= span.events[1].time_unix_nano
     assert span.events[1].time_unix_nano <= span.end_time_unix_nano + 1_000_000

@@ -28,10 +28,10 @@ styles = st.sampled_from(STYLES)
 
 def read(style: str, pieces: list[str]) -> tuple[str, list[dict]]:
     parser = ToolParser(style)
-    said = [parser.feed(piece) for piece in pieces] + [parser.finish()]
-    calls = [call for _, found in said for call in found]
+    parts = [parser.feed(piece) for piece in pieces] + [parser.finish()]
+    calls = [call for _, found in parts for call in found]
     assert parser.num_calls == len(calls)
-    return "".join(content for content, _ in said), calls
+    return "".join(content for content, _ in parts), calls
 
 
 @settings(deadline=None, max_examples=400, derandomize=True)

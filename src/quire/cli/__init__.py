@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Every command and flag there is."""
+    """The parser of the `quire` command, with every subcommand and flag."""
     parser = _Parser(prog="quire", description="Language models on a paged KV cache, in JAX.")
     parser.add_argument("--version", action="version", version=f"quire {__version__}")
     shtab.add_argument_to(parser, help="print what makes a shell complete these commands, and exit")
@@ -54,7 +54,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**how, formatter_class=_Wide, allow_abbrev=False)
 
     def hide(self) -> None:
-        """Offer --help-all, and a usage without every flag."""
+        """Offer --help-all, and show a usage line without every flag."""
         positionals = [str(action.metavar) for action in self._actions if not action.option_strings]
         self.usage = f"{self.prog} [options] {' '.join(positionals)}"
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show the flags for experts too, and exit")
@@ -108,10 +108,10 @@ def _generate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
-        "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends an answer, Ctrl-D the chat."
+        "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends a reply, Ctrl-D the chat."
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
     _sampling_flags(parser, max_tokens=None, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
 
@@ -119,18 +119,18 @@ def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "serve",
-        help="answer over HTTP and gRPC",
-        description="Answer over HTTP, as OpenAI does, and over gRPC. SIGTERM lets running requests finish.",
+        help="serve a model over HTTP and gRPC",
+        description="Serve a model over HTTP, as OpenAI does, and over gRPC. SIGTERM lets running requests finish.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
     group = parser.add_argument_group("server")
-    text = "who may ask; repeatable. Better from a file, or from QUIRE_API_KEY"
+    text = "a key that clients need; repeatable. Better from a file, or from QUIRE_API_KEY"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=text)
     text = "keys, one a line, in the clear or as sha256:HEX"
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
-    text = "who may administer; or from QUIRE_ADMIN_KEY"
+    text = "a key of administrators; or from QUIRE_ADMIN_KEY"
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)
-    group.add_argument("--admin-key-file", type=Path, metavar="FILE", help="the same from a file")
+    group.add_argument("--admin-key-file", type=Path, metavar="FILE", help="keys of administrators, one a line")
     _flags(group, parser.add_argument_group("server, for experts"), ServerConfig)
     _engine_flags(parser)
 
@@ -172,7 +172,7 @@ def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """`8,32,64`."""
+    """Whole numbers above 0 from a text such as `8,32,64`."""
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
         raise ValueError(text)
@@ -227,7 +227,7 @@ def _flags(
 
 
 def _plain(annotation: typing.Any) -> type:
-    """`int` for `int | None`."""
+    """The type of an annotation without None: `int` for `int | None`."""
     if isinstance(annotation, types.UnionType):
         return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
     return annotation

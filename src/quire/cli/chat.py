@@ -9,7 +9,7 @@ from quire.cli import engine_knobs, sampling_knobs
 
 
 def run(args: argparse.Namespace) -> int:
-    """Read a line, stream the answer, and so on until the end of input."""
+    """Read a line, stream the reply, and so on until the end of input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history in input())
     params = SamplingParams(**sampling_knobs(args))
@@ -17,13 +17,13 @@ def run(args: argparse.Namespace) -> int:
         if not llm.tokenizer.has_chat_template:
             raise ValueError("this model has no chat template; use quire generate")
         messages = [{"role": "system", "content": args.system}] if args.system else []
-        print("Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
+        print("Ctrl-C ends a reply, Ctrl-D the chat.", file=sys.stderr)
         while (text := _read()) is not None:
             if not text.strip():
                 continue
             messages.append({"role": "user", "content": text})
             try:
-                messages.append({"role": "assistant", "content": _answer(llm, messages, params)})
+                messages.append({"role": "assistant", "content": _reply(llm, messages, params)})
             except ValueError as error:  # the conversation has become too long, most likely
                 messages.pop()
                 print(f"quire: {error}", file=sys.stderr)
@@ -42,14 +42,14 @@ def _read() -> str | None:
             print()
 
 
-def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Stream one answer; Ctrl-C keeps what has been said so far."""
-    said = ""
+def _reply(llm: LLM, messages: list[dict[str, str]], params: SamplingParams) -> str:
+    """Stream one reply; Ctrl-C ends it and keeps what there is."""
+    reply = ""
     try:
         for chunk in llm.stream(llm.chat_prompt(messages), params):
-            said += chunk.text
+            reply += chunk.text
             print(chunk.text, end="", flush=True)
         print()
     except KeyboardInterrupt:
         print(" [interrupted]")
-    return said
+    return reply

@@ -73,7 +73,7 @@ def _try_it() -> None:
     with LLM.from_params(config, params, mesh=mesh, quiet=True, dtype="float32", debug=True, **knobs) as llm:
         outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=8), progress=False)
         if [len(output.outputs[0].token_ids) for output in outputs] != [8, 8]:
-            raise RuntimeError("a tiny model did not generate the tokens asked for")
+            raise RuntimeError("a tiny model did not generate as many tokens as it should")
         stats = llm.engine.stats()
         if stats.held_pages or stats.compiles_after_warmup:
             raise RuntimeError(f"pages held: {stats.held_pages}, late compiles: {stats.compiles_after_warmup}")

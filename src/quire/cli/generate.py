@@ -1,4 +1,4 @@
-"""`quire generate MODEL [PROMPT ...]`."""
+"""`quire generate MODEL [PROMPT ...]`: continue prompts."""
 
 import argparse
 import json
@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> int:
         for prompt, output in zip(prompts, llm.generate(prompts, params), strict=True):
             completion = output.outputs[0]
             if args.json:
-                answer = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
-                print(json.dumps(answer | {"token_ids": completion.token_ids}, ensure_ascii=False))
+                shown = {"prompt": prompt, "text": completion.text, "finish_reason": completion.finish_reason}
+                print(json.dumps(shown | {"token_ids": completion.token_ids}, ensure_ascii=False))
             else:
                 print(f"{prompt}{completion.text}\n")
     return 0

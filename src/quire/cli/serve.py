@@ -1,4 +1,4 @@
-"""`quire serve MODEL`."""
+"""`quire serve MODEL`: serve a model over HTTP and gRPC."""
 
 import argparse
 import asyncio
@@ -13,7 +13,7 @@ from quire.server.keys import Keys
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load the model and answer until told to stop."""
+    """Load the model and serve it until a signal stops the process."""
     config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
     keys = Keys.read(given=_given(args.api_key, "QUIRE_API_KEY"), file=args.api_key_file)
     given = _given(args.admin_key, "QUIRE_ADMIN_KEY")

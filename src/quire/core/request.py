@@ -1,4 +1,4 @@
-"""What a client asked for: a prompt and how to continue it. Frozen."""
+"""A request: a prompt and how to continue it. Frozen."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ MAX_SALT_LEN = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a client asked for: `params.n` sequences that continue one prompt."""
+    """A prompt, and how to generate `params.n` sequences that continue it."""
 
     id: str
     prompt_token_ids: tuple[int, ...]
@@ -22,7 +22,7 @@ class Request:
     cache_salt: str = ""
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
     stream: bool = False
-    """Somebody watches: hand out tokens in small groups."""
+    """Tokens are wanted as soon as they are generated: they come in small groups."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str):

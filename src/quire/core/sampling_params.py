@@ -1,4 +1,4 @@
-"""How tokens are drawn and when a sequence ends: what a client may ask for, checked when it is made."""
+"""How tokens are drawn and when a sequence ends, checked when it is made."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf

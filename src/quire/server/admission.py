@@ -1,8 +1,8 @@
-"""Who may wait: counted when a request arrives, before it has cost anything.
+"""Bounds the queue: requests are counted when they arrive, before they have cost anything.
 
 A request waits from its arrival until its first sequence has a row. How many may wait, and how many tokens they may ask
-for together, is bounded; beyond that a client is told to come again when those that now wait will have begun, which is
-known from how fast requests have begun lately.
+for together, is bounded; beyond that a client gets a time to try again, when those that now wait will have begun, as
+far as the pace of the last ones tells.
 """
 
 import math
@@ -23,7 +23,7 @@ class UnavailableError(Exception):
 
 
 class OverloadError(Exception):
-    """Too much waits already."""
+    """Too much waits already; the client may try again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message)
@@ -31,16 +31,16 @@ class OverloadError(Exception):
 
 
 class Work(NamedTuple):
-    """What one request of the engine may come to."""
+    """The work of one request of the engine."""
 
     request_id: str
     num_sequences: int
     num_tokens: int
-    """Prompt and answers."""
+    """Of the prompt and of all sequences, at most."""
 
 
 class Admission:
-    """The queue's bounds. For one thread."""
+    """Counts the requests that wait and run, and refuses those beyond the limits. For one thread."""
 
     def __init__(
         self, *, max_requests: int, max_tokens: int, num_rows: int = 1, clock: Callable[[], float] = time.monotonic
@@ -60,21 +60,21 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without a row."""
+        """Number of requests without a row."""
         return len(self._waiting)
 
     @property
     def num_waiting_tokens(self) -> int:
-        """Tokens they may come to, prompts and answers."""
+        """Tokens that the waiting requests may come to, prompts and generated ones."""
         return self._num_tokens
 
     def check_room(self) -> None:
-        """Raise OverloadError if not even an empty request would be taken: before a prompt is read."""
+        """Raise OverloadError if not even an empty request would be taken; called before a prompt is encoded."""
         if self._num_sequences >= self.num_rows and len(self._waiting) >= self.max_requests:
             self._reject(f"{len(self._waiting)} requests wait, at most {self.max_requests} may")
 
     def arrive(self, works: Sequence[Work]) -> None:
-        """Count in what one client asks for at once, or raise OverloadError."""
+        """Count the requests that a client makes at once, or raise OverloadError."""
         num_tokens = sum(work.num_tokens for work in works)
         has_free_rows = self._num_sequences + sum(work.num_sequences for work in works) <= self.num_rows
         # What is larger than the whole queue waits alone: else it would never be taken.
@@ -94,21 +94,21 @@ class Admission:
         self._num_tokens += num_tokens
 
     def start(self, request_id: str) -> None:
-        """It has a row."""
+        """A request has a row."""
         work = self._end_wait(request_id)
         if work:
             self._running[request_id] = work
             self._begun.append(self._waited())
 
     def leave(self, request_id: str) -> None:
-        """It has ended, perhaps without ever having had one."""
+        """A request has ended, perhaps without ever having had a row."""
         work = self._running.pop(request_id, None) or self._end_wait(request_id)
         if work:
             self._num_sequences -= work.num_sequences
 
     @property
     def retry_after_s(self) -> int:
-        """Whole seconds until those that wait now will have begun, as far as can be told."""
+        """Whole seconds until those that wait now will have begun, by the pace of the last ones."""
         now, begun = self._waited(), self._begun
         while begun and begun[0] < now - STALE_S:
             begun.popleft()
@@ -119,7 +119,7 @@ class Admission:
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY_S)
 
     def _waited(self) -> float:
-        """Seconds in which somebody has waited."""
+        """Seconds in which at least one request has waited."""
         return self._waited_s + (self._clock() - self._waiting_since if self._waiting else 0.0)
 
     def _reject(self, message: str) -> None:

@@ -28,7 +28,7 @@ CHECK_EVERY_S = 1.0
 
 
 class AsyncEngine:
-    """An engine that coroutines may ask. All methods are for the event loop's thread."""
+    """An engine for coroutines. All methods are for the event loop's thread."""
 
     def __init__(self, open_llm: Callable[[], LLM], admission: Admission, *observers: Observer) -> None:
         """`open_llm` is called on the engine's thread, which owns what it returns."""
@@ -53,9 +53,9 @@ class AsyncEngine:
         self._check_thread()
 
     def _check_thread(self) -> None:
-        """Once a second: no stream waits for an engine that does not answer."""
+        """Once a second, end all streams if the engine does not respond."""
         if not self.is_healthy:
-            self._end_all(StreamError("the engine does not answer", "unavailable"))
+            self._end_all(StreamError("the engine does not respond", "unavailable"))
         self._next_check = self._loop.call_later(CHECK_EVERY_S, self._check_thread)
 
     async def drain(self) -> None:
@@ -115,11 +115,11 @@ class AsyncEngine:
     def submit(
         self, requests: Sequence[Request], *, timeout_s: float | None = None, grammar: Grammar | None = None
     ) -> list[Stream]:
-        """Take and count what a client asks for at once; RequestError, OverloadError or UnavailableError if not."""
+        """Take the requests that a client makes at once; RequestError, OverloadError or UnavailableError if not."""
         if self._is_draining or not self._thread.ready.done():
             raise UnavailableError("the server is draining" if self._is_draining else "the model is being loaded")
         if not self.is_healthy:
-            raise UnavailableError("the engine does not answer")
+            raise UnavailableError("the engine does not respond")
         works = []
         for request in requests:
             max_tokens, n = self.llm.engine.check(request), request.params.n
@@ -182,7 +182,7 @@ class AsyncEngine:
         for observer in self._observers:
             observer.on_end(stream, error.reason if error else None)
 
-    # -- what the engine's thread tells -------------------------------------------------------------------------------
+    # -- called by the engine's thread --------------------------------------------------------------------------------
 
     def on_started(self, request_ids: Sequence[str]) -> None:
         """These requests have a row."""

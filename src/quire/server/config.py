@@ -11,21 +11,21 @@ MAX_PORT = 65_535
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where the server listens, and what it bears."""
+    """Where the server listens, and its limits."""
 
     host: str = knob("127.0.0.1", "address to listen on; beyond loopback a key is required")
     port: int = knob(8000, "for HTTP")
     grpc_port: int | None = knob(None, "for gRPC; by default there is none")
     admin_port: int | None = knob(None, "for debugging and administration, on loopback; by default there is none")
     served_model_name: str | None = knob(None, "what clients call the model; by default the name of its file")
-    max_queued_requests: int = knob(256, "requests that may wait; more are told to come again")
-    max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and answers")
-    max_priority: int = knob(0, "the highest priority a request may ask for", expert=True)
+    max_queued_requests: int = knob(256, "requests that may wait; more get a 429")
+    max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and generated ones")
+    max_priority: int = knob(0, "the highest priority a request may have", expert=True)
     max_connections: int = knob(1024, "open connections; more are closed at once", expert=True)
     max_body_bytes: int = knob(8 << 20, "of one request", expert=True)
     read_timeout_s: int = knob(20, "seconds a client may take to send a request", expert=True)
     write_timeout_s: int = knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
-    request_timeout_s: int = knob(3600, "seconds a request may take; clients may ask for less", expert=True)
+    request_timeout_s: int = knob(3600, "seconds a request may take; clients may set less", expert=True)
     drain_timeout_s: int = knob(300, "seconds that running requests have to finish after SIGTERM", expert=True)
     otlp_endpoint: str | None = knob(
         None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318", expert=True
@@ -52,7 +52,7 @@ class ServerConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:

@@ -29,7 +29,7 @@ _log = logging.getLogger("quire.server")
 
 
 class Receiver(Protocol):
-    """Who is told what the engine's thread has found out; called on the event loop."""
+    """Gets what the engine's thread brings; its methods are called on the event loop."""
 
     def on_started(self, request_ids: Sequence[str], /) -> None:
         """These requests have a row."""
@@ -114,7 +114,7 @@ class EngineThread:
     # -- on the thread ------------------------------------------------------------------------------------------------
 
     def _post(self, function: Callable[..., object], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(function, *args)
 
     def _run(self) -> None:
@@ -134,7 +134,7 @@ class EngineThread:
             raise
 
     def _take_inbox(self, engine: Engine) -> bool:
-        """Do what the event loop asked for; waits when there is nothing else to do. False to end."""
+        """Run the commands of the event loop; waits when there is nothing else to do. False to end."""
         while True:
             self.heartbeat.beat()
             try:

@@ -23,7 +23,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An error response: its HTTP status, and what OpenAI's clients read in its body."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client reads."""
+        """The body of the response."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         message, param = _shortened(self.message), self.param and _shortened(self.param)
@@ -51,7 +51,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told about an error: no path, no prompt, nothing of the inside."""
+    """The response for an error. It has no path, no prompt and nothing else of the inside."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, msgspec.ValidationError):
@@ -86,7 +86,7 @@ def _shortened(text: str) -> str:
 
 
 def _invalid(message: str) -> ApiError:
-    """A field of the wrong type, out of its range, missing or unknown."""
+    """The response for a field of the wrong type, out of its range, missing or unknown."""
     path = _PATH.search(message)
     param = path[1] if path else None
     text = _PATH.sub("", message)

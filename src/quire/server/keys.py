@@ -1,7 +1,7 @@
-"""Who may ask: API keys, kept as hashes and compared in constant time.
+"""API keys, kept as hashes and compared in constant time.
 
 A key is any secret text; a file has one a line, in the clear or as `sha256:<64 hex digits>`. The hash of a key also
-salts its prefixes in the cache, so that strangers cannot find out what others have asked.
+salts its prefixes in the cache, so that one client cannot find out the prompts of another.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _HASH = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class Keys:
-    """The keys that are good."""
+    """The keys that a server accepts."""
 
     def __init__(self, hashes: Iterable[bytes]) -> None:
         self._hashes = tuple(dict.fromkeys(hashes))
@@ -39,11 +39,11 @@ class Keys:
         return len(self._hashes)
 
     def overlaps(self, other: "Keys") -> bool:
-        """Whether a key is among both."""
+        """Whether a key is in both."""
         return not set(self._hashes).isdisjoint(other._hashes)
 
     def find(self, key: str) -> str | None:
-        """The tenant a key stands for: a name that tells nothing about it. None if it is not good.
+        """The tenant a key stands for: a name that tells nothing about it. None if it is not valid.
 
         Every key is compared, whichever fits: time tells nothing.
         """
@@ -54,7 +54,7 @@ class Keys:
         return None if found is None else hashlib.sha256(b"quire tenant" + found).hexdigest()[:32]
 
     def find_bearer(self, authorization: str) -> str | None:
-        """The same for what a client sends: `Bearer KEY`."""
+        """The tenant of an `Authorization` header, `Bearer KEY`; None if its key is not valid."""
         scheme, _, key = authorization.partition(" ")
         return self.find(key.strip()) if scheme.lower() == "bearer" else None
 

@@ -1,4 +1,4 @@
-"""One server process: load, listen, say that it is ready, and drain when it is told to stop."""
+"""One server process: it loads the model, listens, and drains when a signal stops it."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ SPARE_FILES = 4 * LISTEN_BACKLOG + 256
 """Beside those of connections: connections that are accepted to be refused, model files, libraries. asyncio accepts a
 whole backlog in one turn of its loop, and a connection that is refused has its file for four."""
 SWITCH_S = 0.001
-"""The engine's thread gives way to the event loop after so long: an answer crosses from one to the other many times."""
+"""The engine's thread gives way to the event loop after so long: a response crosses between them many times."""
 
 _log = logging.getLogger("quire.server")
 
@@ -53,7 +53,7 @@ async def serve(
     *,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Run until a signal says otherwise. `on_ready` is told how far it is, where to reach it, and what fits."""
+    """Serve until a signal stops it. `on_ready` gets lines on how far it is, where to reach it and what fits."""
     check_exposure(config, keys, admin_keys)
     _prepare_process(config)
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
@@ -77,7 +77,7 @@ async def serve(
         metrics.watch(engine, model_name)
         if admin_listener:
             app = Admin(service, config, trace_log).app(admin_keys)
-            await running.enter_async_context(_answering(app, config, admin_listener))
+            await running.enter_async_context(_serving(app, config, admin_listener))
             on_ready(f"quire: to look inside, {_url(admin_listener)}/debug")
         where = f"{_url(listener)}/v1"
         if rpc:
@@ -85,15 +85,15 @@ async def serve(
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
         app = Api(service, config, metrics).app(keys)
-        answering = await running.enter_async_context(_answering(app, config, listener))
-        running.callback(engine.end_all)  # before the connections are closed: their clients are told
+        serving = await running.enter_async_context(_serving(app, config, listener))
+        running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         on_ready(f"quire: ready on {where}; {engine.llm.engine.capacity}")
-        await asyncio.wait((answering, stopped), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         await _drain(engine, config)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
-    """Nobody beyond this machine without a key."""
+    """Raise ValueError if somebody beyond this machine could use the server without a key."""
     if not config.is_local and not len(keys):
         raise ValueError(
             f"--host {config.host} can be reached from elsewhere and there is no API key; give --api-key, "
@@ -125,7 +125,7 @@ def _prepare_process(config: ServerConfig) -> None:
 
 
 def _stop_signal() -> asyncio.Task[bool]:
-    """Done when somebody asks the process to stop."""
+    """A task that is done when a signal stops the process."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _stop, stopping)
@@ -141,8 +141,8 @@ async def _load(engine: AsyncEngine, stopped: asyncio.Task[bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _answering(app: Any, config: ServerConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
-    """A port that answers, and the task that does it."""
+async def _serving(app: Any, config: ServerConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve a port while the block runs; yields the task that does it."""
     server = _Server(app, config)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started and not task.done():  # only then does it listen
@@ -155,7 +155,7 @@ async def _answering(app: Any, config: ServerConfig, listener: socket.socket) ->
 
 
 async def _drain(engine: AsyncEngine, config: ServerConfig) -> None:
-    """Readiness is false from here on; what runs finishes, if it does so in time."""
+    """Take nothing new, and wait for what runs to finish, for a limited time."""
     if engine.num_streams:
         _log.info("draining", extra={"running": engine.num_streams})
     try:
@@ -164,13 +164,13 @@ async def _drain(engine: AsyncEngine, config: ServerConfig) -> None:
         _log.warning("drain timeout", extra={"running": engine.num_streams})
 
 
-def _log_loop_error(loop: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
-    """Without the objects that asyncio would show: they have addresses in them."""
-    _log.error(told["message"], exc_info=told.get("exception"))
+def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log an error of the event loop without the objects that asyncio would show: they have addresses in them."""
+    _log.error(context["message"], exc_info=context.get("exception"))
 
 
 def _allow_files(count: int) -> None:
-    """As many open files as the system lets us have, up to what is needed: a connection is one."""
+    """Raise the limit of open files to `count`, as far as the system allows: a connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
         _log.warning("fewer open files are allowed than max_connections needs", extra={"files": hard, "needed": count})
@@ -180,14 +180,14 @@ def _allow_files(count: int) -> None:
 
 
 def _stop(stopping: asyncio.Event) -> None:
-    if stopping.is_set():  # asked twice: at once
+    if stopping.is_set():  # a second signal: at once
         os._exit(130)
     stopping.set()
 
 
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Said to be TCP, because asyncio turns Nagle's algorithm off only where it is: answers would wait 40 ms.
+    # Marked as TCP, because asyncio turns Nagle's algorithm off only there: responses would wait 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,4 +1,4 @@
-"""What HTTP and gRPC have in common: one model, its tokenizer, its engine, and how a request gets in."""
+"""What HTTP and gRPC have in common: the model, and the slow work before a request can be submitted."""
 
 import contextlib
 import hashlib
@@ -29,17 +29,20 @@ GRAMMAR_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks: a tenant by the hash of a key, or anybody."""
+    """Who sent a request."""
 
     tenant: str = ""
+    """The tenant that a key stands for; empty where there are no keys."""
 
-    def salt(self, asked: str) -> str:
-        """What keeps this tenant's prefixes from others', and apart by what the caller asked for."""
-        return hashlib.sha256(f"{self.tenant}\0{asked}".encode()).hexdigest() if self.tenant or asked else ""
+    def salt(self, cache_salt: str) -> str:
+        """The salt of the tenant's prefixes in the cache; no other tenant has it, whatever the request's own is."""
+        if not self.tenant and not cache_salt:
+            return ""
+        return hashlib.sha256(f"{self.tenant}\0{cache_salt}".encode()).hexdigest()
 
 
 class Service:
-    """One model behind every protocol."""
+    """The one model that every protocol serves."""
 
     def __init__(self, engine: AsyncEngine, model_name: str, started_at: int, max_priority: int = 0) -> None:
         self.engine = engine
@@ -51,24 +54,24 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's; an error for a client if it has none."""
+        """The tokenizer of the model; ApiError if it has none."""
         if self.engine.llm.engine.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: send token ids instead of text", code="no_tokenizer")
         return self.engine.llm.engine.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of a prompt and its answer, at most."""
+        """Tokens of a prompt and what is generated from it, at most."""
         return self.engine.llm.engine.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        """Only one model is here."""
+        """Raise ApiError unless a name is the model's, or not given."""
         if name is not None and name != self.model_name:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def check_arrival(self, model_name: str | None) -> None:
-        """Before a prompt is read: whether anybody could be answered."""
+        """Raise before a prompt is encoded if the model is another, or the queue is full."""
         self.check_model(model_name)
         self.engine.admission.check_room()
 
@@ -91,7 +94,7 @@ class Service:
             return self.tokenizer.encode_chat(messages, max_len=self.max_model_len, **template_kwargs)
 
     async def compile(self, caller: Caller, structured: Structured | None, salt: str) -> Grammar | None:
-        """A grammar for what an answer must look like; compiled ones are kept for callers of the same salt.
+        """Compile the form that generated text must have; compiled ones are kept for requests of the same salt.
 
         Grammars have threads of their own, because compiling one takes as long as encoding thousands of prompts.
         """
@@ -100,7 +103,7 @@ class Service:
         return await _in_time(self._compiling, caller, self.engine.llm.engine.compile_grammar, structured, salt)
 
     def cancel(self, streams: Sequence[Stream]) -> None:
-        """End what has not ended."""
+        """End the streams that have not ended."""
         for stream in streams:
             stream.cancel()
 

@@ -78,7 +78,7 @@ class FairThreads:
 
     def _post_end(self, loop: asyncio.AbstractEventLoop, tenant_name: str) -> None:
         """Give a job's turn back, from whatever thread ended it: not before, even if nobody waits for it any more."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to take a turn
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(self._end, tenant_name)
 
     def _end(self, tenant_name: str) -> None:

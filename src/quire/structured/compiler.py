@@ -6,7 +6,7 @@ and the few compiled forms that are kept. Refuses to know: sampling, sequences, 
 A form is read byte by byte, and the bytes are those of `Tokenizer.pieces`: what the masks allow is what the text will
 be. Where only one text can follow, the mask leaves the one token that the model's own tokenizer would put there.
 
-llguidance works masks out as they are asked for; nothing is enumerated ahead. What it spends on one of them is limited:
+llguidance works masks out when they are needed; nothing is enumerated ahead. What it spends on one of them is limited:
 a form that needs more fails, and with it the sequences that it constrains, nobody else. What it spends on compiling is
 not: see `quire.structured.sandbox`.
 """
@@ -48,7 +48,7 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,  # they would quote the output
 }
 _MASK_SECONDS, _GRACE_SECONDS = 0.005, 0.1
-"""What a mask may cost on the average, and how far a sequence may overdraw that: everybody waits for it."""
+"""What a mask may cost on average, and how far a sequence may exceed that: every sequence of a step waits for it."""
 _WHITESPACE = r"[ \n\r\t]{1,32}"
 """Between the parts of JSON: enough to indent it, and not the endless blank that small models fall into."""
 _MAX_PIECE_BYTES = 1000
@@ -76,7 +76,7 @@ class GrammarCompiler:
         self._library: llguidance.LLTokenizer | None = None
 
     def compile(self, structured: Structured, salt: str = "", *, trusted: bool = False) -> "TokenMatcher":
-        """What takes one sequence, and copies of it, through a form. ValueError if it is none, or too much.
+        """A matcher that takes a sequence, and copies of it, through a form. FieldError if it is none, or too costly.
 
         Matchers of the same form and salt share what they have worked out and, should it come to that, their failure:
         give each tenant a salt of its own. A form that is not `trusted` is tried in a process of its own first: the
@@ -102,7 +102,7 @@ class GrammarCompiler:
     def _compile(self, structured: Structured, salt: str, where: str, *, trusted: bool) -> "llguidance.LLMatcher":
         import llguidance  # noqa: F401  first of all, so that it is missed by name
 
-        text = in_their_words(structured)
+        text = to_llguidance(structured)
         if not trusted and (problem := self._try(text, salt)):
             raise FieldError(f"{where} is refused: {problem}", field=structured.name)
         with self._lock:
@@ -136,7 +136,7 @@ class GrammarCompiler:
 
 
 class TokenMatcher:
-    """How far one sequence is in its form: a `quire.core.request.Grammar`."""
+    """How far one sequence is in its form: a `quire.core.stopping.Grammar`."""
 
     def __init__(self, matcher: "llguidance.LLMatcher", text_words: np.ndarray, give_up: Callable[[], None]) -> None:
         """`text_words` has the bits of all tokens that are text; `give_up` is called when the form fails."""
@@ -173,14 +173,14 @@ class TokenMatcher:
         return self._seconds_left >= 0
 
     def copy(self) -> "TokenMatcher":
-        """Another one that has read the same."""
+        """Another matcher that has read the same tokens."""
         other = copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Computing, not waiting: what a sequence may take must not depend on who else is on the machine."""
+        """Take the time of a block off what is left. Computing only: other work on the machine must not count."""
         begin = time.thread_time()
         yield
         self._seconds_left -= time.thread_time() - begin
@@ -218,26 +218,26 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> "Vocabulary":
-        """A model may draw more tokens than its tokenizer has, or fewer."""
+        """The vocabulary of a model, which may draw more tokens than its tokenizer has, or fewer."""
         pieces = [piece if len(piece) <= _MAX_PIECE_BYTES else b"" for piece in tokenizer.pieces[:vocab_size]]
         pieces += [b""] * (vocab_size - len(pieces))
         special_ids = [i for i in tokenizer.special_ids | eos_ids if i < vocab_size]
         return cls(pieces, special_ids, sorted(eos_ids), partial(tokenizer.encode, add_special=False))
 
     def as_library(self) -> "llguidance.LLTokenizer":
-        """The tree of tokens that every form is matched with. It holds on to this: nobody may keep it here."""
+        """The tree of tokens with which llguidance matches every form. It refers to this: keep it elsewhere."""
         from llguidance import LLTokenizer
 
         return LLTokenizer(self, eos_token=self.eos_ids or None)  # pyright: ignore
 
     def __call__(self, text: str) -> list[int]:
-        """Tokens that spell `text`; of a long one its beginning, for llguidance only takes the first."""
+        """Tokens that spell a text, or its beginning if it is long: llguidance takes only the first."""
         beginning = text[:_AHEAD]
         ids = self._spell(beginning)
         return ids if len(ids) >= _ENOUGH or beginning == text else self._spell(text)
 
     def _spell(self, text: str) -> list[int]:
-        """Exactly: a tokenizer may put a space before the text, normalise it, or find special tokens in it."""
+        """Tokens that spell a text exactly, even if the tokenizer adds a space, normalises, or finds special tokens."""
         goal = text.encode()
         if self._encode is not None:
             ids = self._encode(text)
@@ -267,7 +267,7 @@ class Vocabulary:
 
 
 def start(library: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher":
-    """Compile a form in llguidance's words, and find out what it may begin with. Errors are in the matcher."""
+    """Compile a form in llguidance's language, and find out what it may begin with. Errors are in the matcher."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(library, text, log_level=0, limits=LLParserLimits(**_LIMITS))
@@ -275,8 +275,8 @@ def start(library: "llguidance.LLTokenizer", text: str) -> "llguidance.LLMatcher
     return matcher
 
 
-def in_their_words(structured: Structured) -> str:
-    """A form as llguidance reads it."""
+def to_llguidance(structured: Structured) -> str:
+    """A form in llguidance's language, as JSON."""
     if structured.json_object:
         grammar = {"json_schema": _with_bounded_whitespace({"type": "object"})}
     elif structured.json_schema is not None:
@@ -294,7 +294,7 @@ def in_their_words(structured: Structured) -> str:
 
 
 def _with_bounded_whitespace(schema: Any) -> Any:
-    """Unless the schema says otherwise, where llguidance looks for that."""
+    """The schema with a limit on whitespace, unless it has a rule of its own for llguidance."""
     options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
     if not isinstance(options, dict) or options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
         return schema

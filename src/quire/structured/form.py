@@ -1,4 +1,4 @@
-"""What the text of a sequence has to be, as a client says it. `compiler.py` turns it into masks over tokens."""
+"""The form that a client wants generated text to have. `compiler.py` turns it into masks over tokens."""
 
 import json
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ class Structured:
     regex: str | None = None
     """A regular expression for the whole text, as Rust writes them: no look-around, no back references."""
     choice: SequenceOf[str] | None = None
-    """One of these."""
+    """One of these texts."""
     grammar: str | None = None
     """A grammar in llguidance's variant of Lark, whose rule `start` is the whole text."""
     name: str = field(default="structured", compare=False, repr=False)
-    """What errors call this: whoever read it from a field of another name says so."""
+    """The field that errors name, if the form was read from one of another name."""
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -44,7 +44,7 @@ class Structured:
 
     @property
     def kind(self) -> str:
-        """Which of the fields is given."""
+        """The name of the field that is given."""
         return next(kind for kind in KINDS if getattr(self, kind) not in (None, False))
 
 

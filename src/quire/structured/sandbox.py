@@ -5,7 +5,7 @@ gigabytes (an intersection of many expressions), recurse through the end of the 
 compute for minutes (many `patternProperties`); in the engine's process each of these would end or stop everybody.
 
     the engine's process    python -m quire.structured.sandbox         a child for each form
-    GrammarTrial.run   -->  knows the vocabulary, and forks  -->  compiles and draws some texts, under limits
+    GrammarTrial.run   -->  has the vocabulary, and forks    -->  compiles and draws some texts, under limits
                        <--  what the child wrote, or its end <--
 
 What has passed is compiled again where it is needed, and takes there what it took here.
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from quire.structured.compiler import Vocabulary
 
 MAX_SECONDS = 1
-"""Of computing, for one form."""
+"""Seconds of computing for one form."""
 MAX_BYTES = 64 << 20
-"""That one form may take."""
+"""Bytes of memory for one form."""
 MAX_STEP_SECONDS = 0.05
-"""For one mask: that long everybody waits."""
+"""Seconds of computing for one mask: every sequence of a step waits for it."""
 NUM_TEXTS, NUM_STEPS = 3, 24
 """Texts that are drawn from a form, and their tokens."""
 
 PATIENCE_SECONDS = 5
-"""By the clock, for one form: the machine may be busy."""
+"""Seconds by the clock for one form: the machine may be busy."""
 ANSWER_SECONDS = 2 * PATIENCE_SECONDS
-"""By the clock, until the process that tries forms is taken to hang."""
+"""Seconds by the clock until the process that tries forms is taken to hang."""
 START_SECONDS = 30
-"""The same for the first form, before which the process has to start."""
+"""By the clock, until a process that has to start first is taken to hang."""
 
 _STACK_BYTES = 2 << 20  # a thread of the engine has four times as much
 
@@ -66,11 +66,11 @@ class GrammarTrial:
         """Processes that nobody waits for; appending and popping are atomic."""
 
     def run(self, text: str) -> Verdict:
-        """Try a form in llguidance's words. It takes a bounded time, whatever the process does."""
+        """Try a form in llguidance's language. It takes a bounded time, whatever the process does."""
         for _ in range(2):  # somebody may have ended the process since the last time
             process = self._idle.pop() if self._idle else _TrialProcess(self._vocabulary)
             try:
-                problem, is_final = process.ask(text)
+                problem, is_final = process.run(text)
             except TimeoutError:
                 process.stop()
                 return Verdict("it could not be tried in time", is_final=False)
@@ -102,25 +102,25 @@ class _TrialProcess:
         os.set_blocking(self._in, False)  # a process that does not read must not hold us up either
         tokens = [token.decode("latin-1") for token in vocabulary.tokens]
         self._first = _line([tokens, vocabulary.special_token_ids, vocabulary.eos_ids])
-        """What it has to be told before the first form: the vocabulary."""
+        """What is sent before the first form: the vocabulary."""
         self.stop = weakref.finalize(self, _stop, self._process)
 
-    def ask(self, text: str) -> tuple[str | None, bool]:
-        """What the process says of a form. TimeoutError if it says nothing for too long, OSError if it has ended."""
+    def run(self, text: str) -> tuple[str | None, bool]:
+        """Try a form; returns the fields of a Verdict. TimeoutError if it takes too long, OSError if it has ended."""
         first, self._first = self._first, b""
         deadline = time.monotonic() + (START_SECONDS if first else ANSWER_SECONDS)
         left = memoryview(first + _line(text))
         while left:
             _wait(self._in, select.POLLOUT, deadline)
             left = left[os.write(self._in, left[: 1 << 16]) :]
-        answer = b""
-        while not answer.endswith(b"\n"):
+        line = b""
+        while not line.endswith(b"\n"):
             _wait(self._out, select.POLLIN, deadline)
             part = os.read(self._out, 1 << 16)
             if not part:
                 raise BrokenPipeError("the process has ended")
-            answer += part
-        return json.loads(answer)
+            line += part
+        return json.loads(line)
 
 
 def _wait(pipe: int, event: int, deadline: float) -> None:
@@ -148,7 +148,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> None:
-    """Answer forms until nobody asks any more."""
+    """Try the forms that come on standard input; one line of JSON for each on standard output."""
     from quire.structured.compiler import Vocabulary
 
     tokens, special_ids, eos_ids = json.loads(sys.stdin.readline())
@@ -168,18 +168,18 @@ def _try_in_child(library: "llguidance.LLTokenizer", text: str) -> Verdict:
             os.write(childs_end, json.dumps(_try(library, text)).encode())
         os._exit(0)
     os.close(childs_end)
-    answer, deadline, is_over = b"", time.monotonic() + PATIENCE_SECONDS, False
+    result, deadline, is_over = b"", time.monotonic() + PATIENCE_SECONDS, False
     while not is_over and select.select([end], [], [], max(deadline - time.monotonic(), 0))[0]:
         part = os.read(end, 1 << 16)
-        answer += part
+        result += part
         is_over = not part
     os.close(end)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     if not is_over:
         return Verdict(f"it has not been compiled within {PATIENCE_SECONDS} s on a busy machine", is_final=False)
-    if answer:
-        return Verdict(json.loads(answer), is_final=True)
+    if result:
+        return Verdict(json.loads(result), is_final=True)
     too_much = f"it takes more than {MAX_SECONDS} s or {MAX_BYTES >> 20} MiB to compile, or is nested too deeply"
     return Verdict(too_much, is_final=True)
 
@@ -197,7 +197,7 @@ def _limit_myself() -> None:
 
 
 def _try(library: "llguidance.LLTokenizer", text: str) -> str | None:
-    """Compile a form and draw some texts from it: what is wrong with it, or None."""
+    """Compile a form and draw some texts from it; returns what is wrong with it, or None."""
     import numpy as np
 
     from quire.structured.compiler import is_dead_end, reason, start

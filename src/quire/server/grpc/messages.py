@@ -1,6 +1,6 @@
-"""Between protobuf's messages and what the rest of the server speaks.
+"""Converts protobuf's messages: requests to the types of `openai.schema`, updates of the engine to messages.
 
-A request's fields have the names of `wire`'s and go through its types: there is one place where limits are stated.
+A request's fields have the names of the schema's and go through its types: limits are stated in one place.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ FINISH_REASONS = {str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.nam
 
 
 def parse[T: Message](kind: type[T], data: bytes) -> T:
-    """A message off the wire. What it does not have is refused: a wish that is passed over in silence is no help."""
+    """Parse a message; a field that its type does not have is refused, not ignored."""
     try:
         message = kind.FromString(data)
     except DecodeError:
@@ -36,7 +36,7 @@ def parse[T: Message](kind: type[T], data: bytes) -> T:
 def read_request(
     request: pb.GenerateRequest, *, model: str, max_model_len: int, stream: bool
 ) -> schema.CompletionRequest | schema.ChatRequest:
-    """A request as HTTP would have brought it; raises what HTTP would have answered with."""
+    """Convert a request to the body that HTTP would have had; raises the errors that HTTP would have had."""
     fields: dict[str, Any] = {"model": model, "stream": stream}
     for descriptor, value in request.ListFields():  # those that are set
         name = descriptor.name
@@ -62,7 +62,7 @@ def read_request(
 
 
 def _few[T](name: str, values: T, limit: int = schema.MAX_MESSAGES) -> T:
-    """The same, unless so many that no type allows it: millions fit into a message, and are not worth a copy."""
+    """The values themselves, unless there are more than any type allows: millions fit into a message."""
     if (count := len(values)) > limit:  # pyright: ignore[reportArgumentType]
         code = "context_length_exceeded" if name == "prompt" else "invalid_value"
         raise ApiError(400, f"{name}: {count:,} entries, at most {limit:,} are allowed", param=name, code=code)
@@ -84,21 +84,21 @@ def _form(form: pb.StructuredOutputs) -> dict[str, Any]:
         raise ApiError(400, f"{where} is no JSON object", param=where, code="invalid_value") from None
 
 
-# -- answers ----------------------------------------------------------------------------------------------------------
+# -- responses --------------------------------------------------------------------------------------------------------
 
 
 def update_message(request_id: str, update: Update) -> pb.GenerateUpdate:
-    """What is new of a sequence."""
-    return pb.GenerateUpdate(request_id=request_id, **_said(update))
+    """The message for what is new of a sequence."""
+    return pb.GenerateUpdate(request_id=request_id, **_update_fields(update))
 
 
 def output_message(whole: Update) -> pb.Output:
-    """A whole sequence."""
-    return pb.Output(**_said(whole))
+    """The message for a whole sequence."""
+    return pb.Output(**_update_fields(whole))
 
 
 def prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
-    """Of each token of the prompt, if they were asked for; the first has none."""
+    """The log-probability of each token of the prompt, if the request wants them; the first has none."""
     ids = stream.request.prompt_token_ids
     return [
         _logprob(entry) if entry else pb.TokenLogprob(token_id=ids[i])
@@ -107,7 +107,7 @@ def prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
 
 
 def usage_message(stream: Stream) -> pb.Usage:
-    """Tokens that went in and came out."""
+    """The message for the tokens of the prompt and of the generated text."""
     return pb.Usage(
         prompt_tokens=len(stream.request.prompt_token_ids),
         completion_tokens=stream.num_output_tokens,
@@ -115,7 +115,7 @@ def usage_message(stream: Stream) -> pb.Usage:
     )
 
 
-def _said(update: Update) -> dict[str, Any]:
+def _update_fields(update: Update) -> dict[str, Any]:
     return {
         "index": update.index,
         "text": update.text,

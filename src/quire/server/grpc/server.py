@@ -1,7 +1,7 @@
-"""The same service over gRPC, on its own port: see `proto/quire.proto`.
+"""The service over gRPC, on a port of its own: see `proto/quire.proto`.
 
-Every method is declared as a stream of messages both ways, whatever the proto says; on the wire there is no difference,
-and so a message is read here, with a time limit, and not by grpc before anybody has looked at the call.
+Every method is declared as a stream of messages both ways, whatever the proto says: the bytes are the same, and so a
+message is read here, with a time limit, and not by grpc before anybody has looked at the call.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from quire.server.grpc.messages import (
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.keys import Keys
 from quire.server.openai import schema
-from quire.server.openai.parse import read_chat, read_completion
+from quire.server.openai.parse import parse_chat, parse_completion
 from quire.server.service import Caller, Service
 from quire.server.stream import Stream, UpdateBuffer
 
@@ -67,14 +67,14 @@ Method = Callable[[Any, Call], Awaitable[None]]
 
 
 class GrpcServer:
-    """One port. It is taken when this is made, and answers from `start` on."""
+    """The gRPC server of one port, which is bound when this is made and served from `start` on."""
 
     def __init__(self, config: ServerConfig, keys: Keys) -> None:
         self._config = config
-        self._door = Door(keys)
+        self._auth = AuthInterceptor(keys)
         # One connection carries many calls, where one of HTTP/1.1 carries one: the same number bounds both.
         self._server = grpc.aio.server(
-            interceptors=[self._door], options=_options(config), maximum_concurrent_rpcs=config.max_connections
+            interceptors=[self._auth], options=_options(config), maximum_concurrent_rpcs=config.max_connections
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
@@ -84,16 +84,16 @@ class GrpcServer:
         self.address = f"{host}:{self.port}"
 
     async def start(self, service: Service) -> None:
-        """Answer."""
+        """Serve calls from now on."""
         for name, calls in (
-            (NAME, Methods(service, self._config, self._door)),
+            (NAME, Methods(service, self._config, self._auth)),
             (HEALTH, Health(service, self._config)),
         ):
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, calls.handlers()),))
         await self._server.start()
 
     async def stop(self) -> None:
-        """Close the port; what has been said has a moment to be read."""
+        """Close the port; clients have a moment to read what has been sent."""
         await self._server.stop(STOP_S)
 
 
@@ -117,33 +117,33 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
     return [(name, min(value, MAX_OPTION)) for name, value in options]
 
 
-# -- who asks ---------------------------------------------------------------------------------------------------------
+# -- authentication ---------------------------------------------------------------------------------------------------
 
 
-class Door(grpc.aio.ServerInterceptor):
-    """Stands before every method, those that do not exist too: without a good key nothing is told apart.
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses calls without a valid key, to methods that do not exist too: nobody learns which ones do.
 
-    Where there are no keys the port is on loopback. Web pages, which HTTP has to turn away there, cannot speak to it.
+    Without keys the port is on loopback. Web pages, which HTTP has to refuse there, cannot speak gRPC.
     """
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._closed = grpc.stream_stream_rpc_method_handler(_refuse)
+        self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler | None:
-        """The method's handler, or one that refuses."""
+        """The handler of a method, or one that refuses the call."""
         details: Any = handler_call_details
         if details.method not in PUBLIC and self.find(details.invocation_metadata) is None:
-            _log_call("closed", grpc.StatusCode.UNAUTHENTICATED, 0.0)
-            return self._closed
+            _log_call("refused", grpc.StatusCode.UNAUTHENTICATED, 0.0)
+            return self._refusing
         return await continuation(handler_call_details)
 
     def find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
-        """Who asks, by a call's metadata; None for nobody who may."""
+        """The caller that a call's metadata has a valid key of; None if it has none."""
         if not len(self._keys):
             return Caller()
         given = [str(value) for name, value in metadata or () if name == "authorization"]
@@ -160,17 +160,17 @@ async def _refuse(requests: AsyncIterator[bytes], call: Call) -> None:
 
 
 class Calls:
-    """How a call of any service is read, answered and logged."""
+    """Base of the services: how a call is read, responded to and logged."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """For grpc, by the name of the method."""
+        """The handlers of the service's methods, by name."""
         raise NotImplementedError
 
     def _handler(self, path: str, kind: type[Message], method: Method) -> grpc.RpcMethodHandler:
-        async def answer(requests: AsyncIterator[bytes], call: Call) -> None:
+        async def handle(requests: AsyncIterator[bytes], call: Call) -> None:
             start, code = time.perf_counter(), grpc.StatusCode.OK
             try:
                 await method(await self._read(kind, call), call)
@@ -178,13 +178,13 @@ class Calls:
                 code = grpc.StatusCode.CANCELLED
                 raise
             except Exception as error:
-                told = as_api_error(error)
-                code = STATUS.get(told.status, grpc.StatusCode.INTERNAL)
-                await self._fail(call, told, code)
+                shown = as_api_error(error)
+                code = STATUS.get(shown.status, grpc.StatusCode.INTERNAL)
+                await self._fail(call, shown, code)
             finally:
                 _log_call(path, code, time.perf_counter() - start)
 
-        return grpc.stream_stream_rpc_method_handler(answer)
+        return grpc.stream_stream_rpc_method_handler(handle)
 
     async def _read(self, kind: type[Message], call: Call) -> Message:
         try:
@@ -197,30 +197,32 @@ class Calls:
         return parse(kind, data)
 
     async def _write(self, call: Call, message: Message) -> None:
-        """Ends when the client's flow control has let it through."""
+        """Send a message; returns when the client's flow control has let it through."""
         try:
             async with asyncio.timeout(self._config.write_timeout_s):
                 await call.write(message.SerializeToString())
         except TimeoutError:
             raise ApiError(499, f"nothing was read for {self._config.write_timeout_s} s", code="cancelled") from None
 
-    async def _fail(self, call: Call, told: ApiError, code: grpc.StatusCode) -> None:
-        trailing = [(name.lower(), value) for name, value in told.headers.items()]
-        trailing += [(name, value) for name, value in (("quire-field", told.param), ("quire-code", told.code)) if value]
-        # To one who does not read, the status cannot be told either. The request has ended; its stream stays open until
+    async def _fail(self, call: Call, error: ApiError, code: grpc.StatusCode) -> None:
+        trailing = [(name.lower(), value) for name, value in error.headers.items()]
+        trailing += [
+            (name, value) for name, value in (("quire-field", error.param), ("quire-code", error.code)) if value
+        ]
+        # A client that does not read does not get the status either. The request has ended; its stream stays open until
         # its connection ends, and counts as a call.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.write_timeout_s):
-                await call.abort(code, told.message, tuple(trailing))
+                await call.abort(code, error.message, tuple(trailing))
 
 
-# -- how it is --------------------------------------------------------------------------------------------------------
+# -- health -----------------------------------------------------------------------------------------------------------
 
 
 class Health(Calls):
     """`grpc.health.v1.Health`: whether a request would be taken.
 
-    Not the one that comes with grpc: in there a watcher that does not read keeps everybody's status from changing.
+    Not the one that comes with grpc: there, a watcher that does not read keeps the status of all from changing.
     """
 
     def __init__(self, service: Service, config: ServerConfig) -> None:
@@ -229,29 +231,29 @@ class Health(Calls):
         self._num_watching = 0
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """For grpc, by name."""
+        """The handlers of the service's methods, by name."""
         return {
             "Check": self._handler(f"/{HEALTH}/Check", health_pb2.HealthCheckRequest, self.check),
             "Watch": self._handler(f"/{HEALTH}/Watch", health_pb2.HealthCheckRequest, self.watch),
         }
 
     async def check(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
-        """Now."""
+        """Send the status once."""
         if (status := self._status(request.service)) == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             raise ApiError(404, "there is no such service", param="service")
         await self._write(call, health_pb2.HealthCheckResponse(status=status))
 
     async def watch(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
-        """Now, and whenever it changes."""
+        """Send the status now, and whenever it changes."""
         if self._num_watching >= MAX_WATCHERS:
             raise ApiError(429, f"{MAX_WATCHERS} watch already, and no more may", headers={"Retry-After": "60"})
         self._num_watching += 1
-        told = None
+        sent = None
         try:
             while True:
-                if (status := self._status(request.service)) != told:
+                if (status := self._status(request.service)) != sent:
                     await self._write(call, health_pb2.HealthCheckResponse(status=status))
-                told = status
+                sent = status
                 await asyncio.sleep(WATCH_EVERY_S)
         finally:
             self._num_watching -= 1
@@ -263,29 +265,29 @@ class Health(Calls):
         return kinds.SERVING if self._engine.is_ready else kinds.NOT_SERVING
 
 
-# -- what can be asked ------------------------------------------------------------------------------------------------
+# -- generating -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """A call between its arrival and its end."""
+    """A call to `Generate` or `Run` that has not ended."""
 
     stream: Stream | None = None
     is_aborted: bool = False
 
 
 class Methods(Calls):
-    """`quire.v1.Quire`."""
+    """The methods of the service `quire.v1.Quire`."""
 
-    def __init__(self, service: Service, config: ServerConfig, door: Door) -> None:
+    def __init__(self, service: Service, config: ServerConfig, auth: AuthInterceptor) -> None:
         super().__init__(config)
         self._service = service
-        self._door = door
+        self._auth = auth
         self._running: dict[tuple[str, str], list[_Running]] = {}
-        """By tenant and request id. Clients choose the ids, so that two calls may have the same."""
+        """Calls that have not ended, by tenant and request id. Clients choose the ids: two calls may have the same."""
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        """For grpc, by name."""
+        """The handlers of the service's methods, by name."""
         return {
             "Generate": self._handler(f"/{NAME}/Generate", pb.GenerateRequest, self.generate),
             "Run": self._handler(f"/{NAME}/Run", pb.GenerateRequest, self.run),
@@ -294,7 +296,7 @@ class Methods(Calls):
         }
 
     async def generate(self, request: pb.GenerateRequest, call: Call) -> None:
-        """Updates as they come."""
+        """Continue a prompt; sends updates as tokens are generated."""
         async with self._submitted(request, call, stream=True) as (request_id, stream):
             left = stream.request.params.n
             async for updates in stream:
@@ -307,7 +309,7 @@ class Methods(Calls):
                     await self._write(call, message)
 
     async def run(self, request: pb.GenerateRequest, call: Call) -> None:
-        """All of it at once."""
+        """Continue a prompt; sends one message once all of it is there."""
         async with self._submitted(request, call, stream=False) as (request_id, stream):
             buffer = UpdateBuffer()
             async for updates in stream:
@@ -322,7 +324,7 @@ class Methods(Calls):
         await self._write(call, message)
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> None:
-        """End the caller's requests of this name."""
+        """End the caller's requests of this id."""
         running = self._running.get((self._caller(call).tenant, request.request_id), [])
         for one in running:
             one.is_aborted = True
@@ -331,7 +333,7 @@ class Methods(Calls):
         await self._write(call, pb.AbortResponse(num_aborted=len(running)))
 
     async def get_model(self, request: pb.GetModelRequest, call: Call) -> None:
-        """What is here."""
+        """Describe the model."""
         engine = self._service.engine.llm.engine
         message = pb.GetModelResponse(
             name=self._service.model_name,
@@ -346,19 +348,19 @@ class Methods(Calls):
     async def _submitted(
         self, request: pb.GenerateRequest, call: Call, *, stream: bool
     ) -> AsyncIterator[tuple[str, Stream]]:
-        """A request under way, and its id. However this is left, the request has ended then."""
+        """Submit a request; yields its id and its stream. However the block is left, the request ends with it."""
         service, caller = self._service, self._caller(call)
-        asked = read_request(request, model=service.model_name, max_model_len=service.max_model_len, stream=stream)
-        request_id = asked.request_id = asked.request_id or f"gen-{uuid.uuid4().hex}"
+        body = read_request(request, model=service.model_name, max_model_len=service.max_model_len, stream=stream)
+        request_id = body.request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
         running, name = _Running(), (caller.tenant, request_id)
         self._running.setdefault(name, []).append(running)
         try:
-            if isinstance(asked, schema.ChatRequest):
-                read = await read_chat(service, asked, caller)
+            if isinstance(body, schema.ChatRequest):
+                parsed = await parse_chat(service, body, caller)
             else:
-                read = await read_completion(service, asked, caller, default_max_tokens=None)
-            grammar = await service.compile(caller, read.structured, read.requests[0].cache_salt)
-            (running.stream,) = service.engine.submit(read.requests, timeout_s=self._timeout_s(call), grammar=grammar)
+                parsed = await parse_completion(service, body, caller, default_max_tokens=None)
+            grammar = await service.compile(caller, parsed.structured, parsed.requests[0].cache_salt)
+            (running.stream,) = service.engine.submit(parsed.requests, timeout_s=self._timeout_s(call), grammar=grammar)
             if running.is_aborted:  # while it was read
                 running.stream.cancel()
             yield request_id, running.stream
@@ -370,13 +372,13 @@ class Methods(Calls):
                 del self._running[name]
 
     def _caller(self, call: Call) -> Caller:
-        caller = self._door.find(call.invocation_metadata())  # pyright: ignore[reportArgumentType]
+        caller = self._auth.find(call.invocation_metadata())  # pyright: ignore[reportArgumentType]
         if caller is None:
             raise ApiError(401, "no valid API key")
         return caller
 
     def _timeout_s(self, call: Call) -> float:
-        """Until the client's deadline, if it has one, and the server's own."""
+        """Seconds until the client's deadline, if it has one, or the server's own limit."""
         remaining: float | None = call.time_remaining()
         limit = float(self._config.request_timeout_s)
         return limit if remaining is None else min(remaining, limit)

@@ -32,17 +32,17 @@ def guarded(routes: Sequence[Route], keys: Keys, config: ServerConfig, *, public
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """An answer; bytes are JSON already."""
+    """A response of JSON; content that is bytes is JSON already."""
     body = content if isinstance(content, bytes) else msgspec.json.encode(content)
     return Response(body, status, headers, media_type="application/json")
 
 
 async def _error(request: HttpRequest, error: Exception) -> Response:
-    told = as_api_error(error)
-    return json_response(told.body, told.status, told.headers)
+    shown = as_api_error(error)
+    return json_response(shown.body, shown.status, shown.headers)
 
 
 async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
     messages = {404: "there is no such route", 405: f"this route does not take {request.method}"}
-    told = ApiError(error.status_code, messages.get(error.status_code, error.detail), headers=dict(error.headers or {}))
-    return await _error(request, told)
+    message = messages.get(error.status_code, error.detail)
+    return await _error(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))

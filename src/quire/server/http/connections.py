@@ -2,7 +2,7 @@
 
     a request's head     complete within `read_timeout_s` of its first byte, on a connection that was used before too
     its body             the guard's business: `read_timeout_s`, then 408
-    a body nobody wants  its request was answered before it was complete: dropped for `LINGER_S`, then the end
+    an unread body       the response was sent before it was complete: dropped for `LINGER_S`, then the end
     what we send         some of it is taken every `write_timeout_s`, or the connection ends and what runs on it
 
 A closed transport waits for ever for a client that does not read: those that keep us waiting are aborted.
@@ -23,7 +23,7 @@ FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close
 
 
 class Connection(H11Protocol):
-    """One of them, of a class that `limited` makes: uvicorn wants a class and gives it no argument of ours."""
+    """A connection of uvicorn's with our limits; `limited` makes a subclass for each port, as uvicorn wants a class."""
 
     limits: ServerConfig
 
@@ -35,7 +35,7 @@ class Connection(H11Protocol):
             transport.write(FULL)
             transport.close()
             return
-        # We hear of everything that is not taken at once, not only of what is much.
+        # `pause_writing` is called for everything that is not sent at once, however little.
         transport.set_write_buffer_limits(high=0)
         super().connection_made(transport)
         self._wait_for_head()
@@ -74,7 +74,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
-            # Not at once: a client that still sends would find a broken connection instead of its answer.
+            # Not at once: a client that still sends would find a broken connection instead of its response.
             self.loop.call_later(LINGER_S, self._end_unread, self.cycle)
 
     def _end_unread(self, cycle: Any) -> None:
@@ -82,9 +82,9 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Not HTTP, or too long a head."""
+        """Refuse what is not HTTP, or has too long a head."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.abort()  # its request has been answered: nothing can be said any more
+            self.transport.abort()  # the response to its request has been sent: there cannot be another
             return
         body = json.dumps(ApiError(400, "this is not HTTP, or its head is too long", code="invalid_http").body)
         headers = [
@@ -123,5 +123,5 @@ class Connection(H11Protocol):
 
 
 def limited(config: ServerConfig) -> type[Connection]:
-    """What uvicorn makes for each connection of one port."""
+    """The class that uvicorn makes for each connection of one port."""
     return type("Limited", (Connection,), {"limits": config})

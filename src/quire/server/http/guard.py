@@ -1,6 +1,6 @@
-"""What stands before every route: who asks, from where, how much and how fast.
+"""Checks every request before its route: its key, where it comes from, how large it is and how fast it comes.
 
-Everything is refused unless a key opens it; the routes that need none are listed here.
+Every route needs a key but for those listed here.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ONCE = frozenset(
     {"authorization", "content-encoding", "content-length", "content-type", "host", "origin", "transfer-encoding"}
 )
-"""Headers that mean something here; of one that is there twice, another reader might take the other."""
+"""Headers that may be there once only: of one that is there twice, a proxy might take the other."""
 
 ALWAYS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
-"""What every answer says, unless it says otherwise."""
+"""Headers of every response that does not set them itself."""
 
 _log = logging.getLogger("quire.access")
 
 
 class Guard:
-    """An ASGI application around another."""
+    """An ASGI application that lets requests with a valid key through to another one."""
 
     def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str]) -> None:
         self._app = app
@@ -40,7 +40,7 @@ class Guard:
         self._config = config
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or answer it here."""
+        """Let a request through, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -68,11 +68,11 @@ class Guard:
             milliseconds = round((time.perf_counter() - start) * 1e3, 1)
             _log.info(
                 "request",
-                extra={"method": scope["method"], "path": _known(scope), "status": status, "ms": milliseconds},
+                extra={"method": scope["method"], "path": _route(scope), "status": status, "ms": milliseconds},
             )
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
-        """Who asks; raises if nobody who may."""
+        """The caller of a request; ApiError if it may not be made."""
         caller = Caller() if scope["path"] in self._public else self._authenticate(headers)
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
@@ -91,7 +91,7 @@ class Guard:
             names = [_host_name(f"//{headers.get('host', '')}")]
             names += [_host_name(origin)] if origin is not None else []
             if not all(name in LOCAL_NAMES or name == self._config.host for name in names):
-                raise ApiError(403, "this server has no key and answers its own machine only", code="not_local")
+                raise ApiError(403, "this server has no key and serves its own machine only", code="not_local")
             return Caller()
         tenant = self._keys.find_bearer(headers.get("authorization", ""))
         if tenant is None:
@@ -105,7 +105,7 @@ class Guard:
 
 
 class _Body:
-    """A request's body, as much of it as may come and as long as it may take."""
+    """A request's body, with a limit on its size and on the time that it takes to arrive."""
 
     def __init__(self, receive: Receive, config: ServerConfig) -> None:
         self._receive = receive
@@ -135,7 +135,7 @@ def _too_large(config: ServerConfig) -> ApiError:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """By lower-case name. What can be read in two ways is refused, and nothing after it is read."""
+    """The headers by lower-case name; ApiError if they can be read in two ways."""
     headers: dict[str, str] = {}
     for raw_name, raw_value in scope["headers"]:
         name = raw_name.decode("latin-1").lower()
@@ -158,8 +158,8 @@ def _host_name(url: str) -> str | None:
         return None
 
 
-def _known(scope: Scope) -> str:
-    """The route for the log, if it got to one: a path may carry anything."""
+def _route(scope: Scope) -> str:
+    """The route for the log, if the request got to one: a path may carry anything."""
     route = scope.get("route")
     return route.path if route is not None else "none"
 

@@ -1,4 +1,4 @@
-"""OpenAI's HTTP: routes, answers in one piece or as server-sent events, errors in OpenAI's shape."""
+"""OpenAI's API over HTTP: its routes, and responses in one piece or as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
 from quire.server.openai.format import usage
 from quire.server.openai.openapi import openapi
-from quire.server.openai.parse import Asked, read_chat, read_completion
+from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
 from quire.server.service import Service
 from quire.server.stream import Stream, Update, UpdateBuffer
 
@@ -51,27 +51,27 @@ class Api:
         ]
         return guarded(routes, keys, self.config, public=PUBLIC)
 
-    # -- what can be asked ---------------------------------------------------------------------------------------------
+    # -- generating ----------------------------------------------------------------------------------------------------
 
     async def completions(self, request: HttpRequest) -> Response:
-        """`/v1/completions`."""
-        asked = _decode(await request.body(), schema.CompletionRequest)
-        return await self._answer(request, await read_completion(self.service, asked, request.state.caller))
+        """`POST /v1/completions`: continue prompts."""
+        body = _decode(await request.body(), schema.CompletionRequest)
+        return await self._respond(request, await parse_completion(self.service, body, request.state.caller))
 
     async def chat(self, request: HttpRequest) -> Response:
-        """`/v1/chat/completions`."""
-        asked = _decode(await request.body(), schema.ChatRequest)
-        return await self._answer(request, await read_chat(self.service, asked, request.state.caller))
+        """`POST /v1/chat/completions`: continue a conversation."""
+        body = _decode(await request.body(), schema.ChatRequest)
+        return await self._respond(request, await parse_chat(self.service, body, request.state.caller))
 
-    async def _answer(self, request: HttpRequest, asked: Asked) -> Response:
-        grammar = await self.service.compile(request.state.caller, asked.structured, asked.requests[0].cache_salt)
+    async def _respond(self, request: HttpRequest, parsed: ParsedRequest) -> Response:
+        grammar = await self.service.compile(request.state.caller, parsed.structured, parsed.requests[0].cache_salt)
         limit = float(self.config.request_timeout_s)
-        timeout_s = limit if asked.timeout_s is None else min(asked.timeout_s, limit)
-        streams = self.service.engine.submit(asked.requests, timeout_s=timeout_s, grammar=grammar)
+        timeout_s = limit if parsed.timeout_s is None else min(parsed.timeout_s, limit)
+        streams = self.service.engine.submit(parsed.requests, timeout_s=timeout_s, grammar=grammar)
         for stream in streams:
             stream.traceparent = request.headers.get("traceparent")
-        if asked.stream:
-            return EventStream(asked, streams, self.service, self.config.write_timeout_s)
+        if parsed.stream:
+            return EventStream(parsed, streams, self.service, self.config.write_timeout_s)
         gone = asyncio.create_task(_until_gone(request.receive))
         whole = asyncio.create_task(_collect(streams))
         try:
@@ -79,32 +79,32 @@ class Api:
             if not whole.done():
                 raise ApiError(499, "the client is gone", code="cancelled")
             # Log-probabilities of many tokens take a while to write down.
-            return await asyncio.to_thread(lambda: json_response(asked.answer.body(streams, whole.result())))
+            return await asyncio.to_thread(lambda: json_response(parsed.formatter.response(streams, whole.result())))
         finally:
             gone.cancel()
             whole.cancel()
             self.service.cancel(streams)
 
     async def tokenize(self, request: HttpRequest) -> Response:
-        """`/tokenize`."""
-        asked = _decode(await request.body(), schema.TokenizeRequest)
-        self.service.check_model(asked.model)
-        tokens = await self.service.encode(request.state.caller, asked.prompt, asked.add_special_tokens)
+        """`POST /tokenize`: text to token ids."""
+        body = _decode(await request.body(), schema.TokenizeRequest)
+        self.service.check_model(body.model)
+        tokens = await self.service.encode(request.state.caller, body.prompt, body.add_special_tokens)
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.service.max_model_len})
 
     async def detokenize(self, request: HttpRequest) -> Response:
-        """`/detokenize`."""
-        asked = _decode(await request.body(), schema.DetokenizeRequest)
-        self.service.check_model(asked.model)
+        """`POST /detokenize`: token ids to text."""
+        body = _decode(await request.body(), schema.DetokenizeRequest)
+        self.service.check_model(body.model)
         decode, caller = self.service.tokenizer.decode, request.state.caller
-        return json_response({"prompt": await self.service.run_in_thread(caller, decode, asked.tokens, False)})
+        return json_response({"prompt": await self.service.run_in_thread(caller, decode, body.tokens, False)})
 
     async def models(self, request: HttpRequest) -> Response:
-        """`/v1/models`."""
+        """`GET /v1/models`: the one model."""
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: HttpRequest) -> Response:
-        """`/v1/models/NAME`."""
+        """`GET /v1/models/NAME`: the model, if it has this name."""
         self.service.check_model(request.path_params["name"])
         return json_response(self._model())
 
@@ -118,31 +118,31 @@ class Api:
             "vocab_size": self.service.engine.llm.engine.model.vocab_size,
         }
 
-    # -- how it is -----------------------------------------------------------------------------------------------------
+    # -- health and metrics --------------------------------------------------------------------------------------------
 
     async def health(self, request: HttpRequest) -> Response:
-        """Whether the engine steps."""
-        return _probe(self.service.engine.is_healthy, "the engine does not answer")
+        """`GET /health`: whether the engine steps."""
+        return _probe(self.service.engine.is_healthy, "the engine does not respond")
 
     async def alive(self, request: HttpRequest) -> Response:
-        """Whether the process answers."""
+        """`GET /livez`: whether the process responds."""
         return _probe(True, "")
 
     async def ready(self, request: HttpRequest) -> Response:
-        """Whether a request would be taken."""
+        """`GET /readyz`: whether a request would be taken."""
         return _probe(self.service.engine.is_ready, "not ready")
 
     async def read_metrics(self, request: HttpRequest) -> Response:
-        """`/metrics`."""
+        """`GET /metrics`: for Prometheus."""
         body, content_type = await self.metrics.read()
         return Response(body, media_type=content_type)
 
     async def version(self, request: HttpRequest) -> Response:
-        """`/version`."""
+        """`GET /version`: the version of Quire."""
         return json_response({"version": __version__})
 
     async def openapi(self, request: HttpRequest) -> Response:
-        """`/openapi.json`."""
+        """`GET /openapi.json`: the OpenAPI document of these routes."""
         return json_response(openapi())
 
 
@@ -150,31 +150,31 @@ class Api:
 
 
 class EventStream(Response):
-    """Server-sent events of one request. Ends when its client goes, or stops reading."""
+    """A response of server-sent events. It ends when its client goes, or stops reading."""
 
-    def __init__(self, asked: Asked, streams: list[Stream], service: Service, write_timeout_s: float) -> None:
+    def __init__(self, parsed: ParsedRequest, streams: list[Stream], service: Service, write_timeout_s: float) -> None:
         super().__init__(media_type="text/event-stream")
         self.headers["cache-control"] = "no-cache"
         del self.headers["content-length"]
-        self._asked = asked
+        self._parsed = parsed
         self._streams = streams
         self._service = service
         self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until all is said."""
+        """Send events until the response is complete, or its client is gone."""
         gone = asyncio.create_task(_until_gone(receive))
-        told = asyncio.create_task(self._tell(send))
+        sent = asyncio.create_task(self._send_all(send))
         try:
-            await asyncio.wait((gone, told), return_when=asyncio.FIRST_COMPLETED)
-            if told.done() and (error := told.exception()) and not isinstance(error, OSError | TimeoutError):
+            await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
+            if sent.done() and (error := sent.exception()) and not isinstance(error, OSError | TimeoutError):
                 raise error
         finally:
             gone.cancel()
-            told.cancel()
+            sent.cancel()
             self._service.cancel(self._streams)
 
-    async def _tell(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._chunks():
             await self._send(send, b"data: " + chunk + b"\n\n", more=True)
@@ -185,20 +185,20 @@ class EventStream(Response):
         await asyncio.wait_for(send(message), self._write_timeout_s)
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        answer, streams = self._asked.answer, self._streams
-        if choices := answer.begin():
-            yield _encode(answer.chunk(choices))
+        formatter, streams = self._parsed.formatter, self._streams
+        if choices := formatter.begin():
+            yield _encode(formatter.chunk(choices))
         try:
             async for prompt, updates in _merged(streams):
-                deltas = [answer.delta(prompt, streams[prompt], update) for update in updates]
+                deltas = [formatter.delta(prompt, streams[prompt], update) for update in updates]
                 for delta in deltas:
                     if delta is not None:
-                        yield _encode(answer.chunk([delta]))
+                        yield _encode(formatter.chunk([delta]))
         except Exception as error:
             yield _encode(as_api_error(error).body)
             return
-        if self._asked.include_usage:
-            yield _encode(answer.chunk([]) | {"usage": usage(streams)})
+        if self._parsed.include_usage:
+            yield _encode(formatter.chunk([]) | {"usage": usage(streams)})
 
 
 async def _merged(streams: list[Stream]) -> AsyncIterator[tuple[int, list[Update]]]:
@@ -247,7 +247,7 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
+# -- helpers ----------------------------------------------------------------------------------------------------------
 
 
 def _decode[T](body: bytes, kind: type[T]) -> T:

@@ -1,8 +1,8 @@
 """The administrator's port: every page, a trace of the last minutes, and the calls that are not for everybody.
 
-It listens on loopback, has keys of its own, and tells who asks what runs, never what was said: no text, no token, no
+It listens on loopback, has keys of its own, and shows what runs, never its contents: no text, no token, no
 hash. The page at `/debug` is only a shell without any data, so a browser may load it without a key; the key is typed
-into it, and every number it shows is asked for with that key.
+into it, and every number it shows is fetched with that key.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ MAX_WAITING = 256
 MAX_PAGES = 1 << 17
 """Pages listed of each tier."""
 READ_EVERY_S = 0.2
-"""However many watch, the engine is asked five times a second at most."""
+"""However many watch, the engine is read five times a second at most."""
 AUDIT_TIMEOUT_S = 60.0
 ENGINE_TIMEOUT_S = 2.0
 
@@ -52,7 +52,7 @@ _log = logging.getLogger("quire.admin")
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """What `/admin/abort` is told."""
+    """The body of `POST /admin/abort`."""
 
     request_id: str
 
@@ -79,7 +79,7 @@ class Admin:
         ]
         return guarded(routes, keys, self.config, public=SHELL)
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- reading ------------------------------------------------------------------------------------------------------
 
     async def shell(self, request: HttpRequest) -> Response:
         """`/debug`: the page, without data."""
@@ -134,18 +134,18 @@ class Admin:
 
     async def trace(self, request: HttpRequest) -> Response:
         """`/debug/trace?seconds=N`: for ui.perfetto.dev."""
-        asked = request.query_params.get("seconds", "30")
-        if not re.fullmatch(r"[0-9]{1,3}", asked) or not 1 <= int(asked) <= LONGEST_S:
+        seconds = request.query_params.get("seconds", "30")
+        if not re.fullmatch(r"[0-9]{1,3}", seconds) or not 1 <= int(seconds) <= LONGEST_S:
             raise ApiError(400, f"seconds must be a whole number from 1 to {LONGEST_S}", param="seconds")
         streams = self.service.engine.streams
 
         def make() -> bytes:
-            return msgspec.json.encode(self.trace_log.trace(int(asked), streams))
+            return msgspec.json.encode(self.trace_log.trace(int(seconds), streams))
 
         headers = {"Content-Disposition": 'attachment; filename="quire-trace.json"'}
         return json_response(await asyncio.to_thread(make), headers=headers)
 
-    # -- doing --------------------------------------------------------------------------------------------------------
+    # -- administration -----------------------------------------------------------------------------------------------
 
     async def clear_prefix_cache(self, request: HttpRequest) -> Response:
         """`/admin/clear_prefix_cache`: cached pages that no sequence holds are free from now on."""
@@ -161,8 +161,8 @@ class Admin:
 
     async def abort(self, request: HttpRequest) -> Response:
         """`/admin/abort`: one request ends with an error."""
-        asked = msgspec.json.decode(await request.body(), type=AbortRequest)
-        if not self.service.engine.abort(asked.request_id):
+        body = msgspec.json.decode(await request.body(), type=AbortRequest)
+        if not self.service.engine.abort(body.request_id):
             raise ApiError(404, "there is no such request", param="request_id")
         _log.info("request aborted")
         return json_response({"aborted_requests": 1})
@@ -185,10 +185,10 @@ class Admin:
         try:
             return await self.service.engine.call(function, timeout_s)
         except TimeoutError:
-            raise ApiError(503, "the engine does not answer", code="unavailable") from None
+            raise ApiError(503, "the engine does not respond", code="unavailable") from None
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
+# -- formatting -------------------------------------------------------------------------------------------------------
 
 
 def _sequence(one: SequenceSnapshot, age_s: float | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Logs as JSON, one object a line, on standard error. They say what happened and to whom, never what was said."""
+"""Logs as JSON, one object a line, on standard error. They have what happened, never a prompt or a text."""
 
 import json
 import logging
@@ -11,10 +11,10 @@ _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 
 
 class JsonLines(logging.Formatter):
-    """A record and its extra fields."""
+    """Formats a record and its extra fields as one line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """The record as one line of JSON."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line = {"at": f"{at}.{int(record.msecs):03d}Z", "level": record.levelname.lower(), "from": record.name}
         line["what"] = record.getMessage()
@@ -26,7 +26,7 @@ class JsonLines(logging.Formatter):
 
 
 def set_up_logs() -> None:
-    """Send everything there."""
+    """Send all logs to standard error, as JSON."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()

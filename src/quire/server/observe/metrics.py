@@ -61,7 +61,7 @@ VLLM_NAMES = {
 
 
 class Metrics:
-    """What is counted as it happens, and the engine's own readings when somebody asks."""
+    """The metrics of a server: some are counted as things happen, others are read from the engine on demand."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -86,14 +86,14 @@ class Metrics:
         ProcessCollector(registry=self.registry)
 
     def watch(self, engine: "AsyncEngine", model_name: str) -> None:
-        """From now on this engine is read."""
+        """Read this engine from now on."""
         self._engine = engine
         self._readings = _Readings(engine)
         self.registry.register(self._readings)
         self._page = _Page(self.registry, model_name, engine.llm.engine)
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
-        """Tokens have come: `count` rounds of one dispatch, as far apart as they were computed."""
+        """Count tokens: `count` rounds of one dispatch, as far apart as they were computed."""
         times, before = stream.times, stream.token_times.get(index)
         if before is not None:
             for _ in range(count):
@@ -105,7 +105,7 @@ class Metrics:
                 self._prefill.observe(now - times.started)
 
     def on_end(self, stream: Stream, failure: str | None) -> None:
-        """A stream is over."""
+        """Count a stream that is over."""
         times = stream.times
         self._total.observe(times.finished - times.arrived)
         if times.first_token:
@@ -116,11 +116,11 @@ class Metrics:
             self._ends.labels(failure).inc(stream.request.params.n - len(stream.finish_reasons))
 
     def on_step(self, engine: Engine, start: float, end: float, is_failed: bool) -> None:
-        """A step is over."""
+        """Count a step."""
         self._step.observe(end - start)
 
     async def read(self) -> tuple[bytes, str]:
-        """The page that Prometheus reads, and its type. If the engine does not answer, its last readings stand."""
+        """The page that Prometheus reads, and its type. If the engine does not respond, its last readings stand."""
         return await self._shared.get(), CONTENT_TYPE_LATEST
 
     async def _read(self) -> bytes:
@@ -131,7 +131,7 @@ class Metrics:
 
 
 class _Readings(Collector):
-    """The engine's state as gauges and counters."""
+    """Collects the engine's state as gauges and counters."""
 
     def __init__(self, engine: "AsyncEngine") -> None:
         self._engine = engine
@@ -143,11 +143,11 @@ class _Readings(Collector):
         yield _gauge("quire_healthy", "1 while the engine steps", float(engine.is_healthy))
         yield _gauge("quire_ready", "1 while requests are taken", float(engine.is_ready))
         yield _gauge("quire_requests_open", "requests that have not ended", engine.num_streams)
-        yield _gauge("quire_requests_waiting", "requests without a row", admission.num_waiting)
-        yield _gauge("quire_requests_waiting_limit", "how many may wait", admission.max_requests)
-        yield _gauge("quire_waiting_tokens", "tokens they may come to", admission.num_waiting_tokens)
-        yield _gauge("quire_waiting_tokens_limit", "how many these may be", admission.max_tokens)
-        yield _counter("quire_rejections", "requests told to come again", admission.num_rejected)
+        yield _gauge("quire_requests_waiting", "requests that wait for a row", admission.num_waiting)
+        yield _gauge("quire_requests_waiting_limit", "requests that may wait", admission.max_requests)
+        yield _gauge("quire_waiting_tokens", "tokens that waiting requests may come to", admission.num_waiting_tokens)
+        yield _gauge("quire_waiting_tokens_limit", "tokens that may wait", admission.max_tokens)
+        yield _counter("quire_rejections", "requests refused because the queue is full", admission.num_rejected)
         yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
         if stats is None:
             return
@@ -161,18 +161,18 @@ class _Readings(Collector):
         yield _gauge("quire_pages_largest_refcount", "holders of the most shared page", stats.max_refcount)
         yield _gauge("quire_pages_leaked", "pages that count as held and are in no table: 0", stats.leaked_pages)
         yield _gauge("quire_host_pages", "pages in host memory", stats.num_host_pages)
-        yield _gauge("quire_host_pages_free", "those that nobody holds", stats.free_host_pages)
+        yield _gauge("quire_host_pages_free", "pages in host memory that nobody holds", stats.free_host_pages)
         yield _gauge("quire_sequences_running", "sequences with a row", stats.running)
-        yield _gauge("quire_sequences_waiting", "sequences without one", stats.waiting)
+        yield _gauge("quire_sequences_waiting", "sequences without a row", stats.waiting)
         yield _gauge("quire_sequences_swapped", "sequences in host memory", stats.swapped)
         yield _counter("quire_steps", "dispatches", stats.steps)
-        yield _counter("quire_rounds", "rounds in all of them", stats.rounds)
+        yield _counter("quire_rounds", "rounds of all dispatches", stats.rounds)
         yield _counter("quire_preemptions", "sequences that lost their row", stats.preemptions)
-        yield _counter("quire_swaps", "those whose pages went to host memory", stats.swaps)
+        yield _counter("quire_swaps", "preempted sequences whose pages went to host memory", stats.swaps)
         yield _counter("quire_prefix_evictions", "cached pages given up", stats.evictions)
         yield _counter("quire_prompt_tokens", "prompt tokens of all requests", stats.prompt_tokens)
         yield _counter("quire_prefix_query_tokens", "prompt tokens looked up in the prefix cache", stats.prompt_tokens)
-        yield _counter("quire_prefix_hit_tokens", "those found there", stats.cached_tokens)
+        yield _counter("quire_prefix_hit_tokens", "prompt tokens found in the prefix cache", stats.cached_tokens)
         yield _counter("quire_computed_tokens", "tokens put through the model", stats.computed_tokens)
         yield _counter("quire_generated_tokens", "tokens drawn", stats.generated_tokens)
         yield _gauge("quire_programs", "compiled programs", stats.programs)
@@ -183,7 +183,7 @@ class _Readings(Collector):
 
 
 class _Page(Collector):
-    """Everything, and what vLLM knows too under its names, with the label that its dashboards choose a model by."""
+    """Collects all metrics, and those that vLLM has too under its names, with the label `model_name`."""
 
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: Engine) -> None:
         self._registry = registry

@@ -1,4 +1,4 @@
-"""What the server tells those that watch it: metrics, the trace, OpenTelemetry."""
+"""The protocol of what watches a server: metrics, the trace, OpenTelemetry."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from quire.server.stream import Stream
 
 
 class Observer(Protocol):
-    """Who is told of tokens, ends and steps; of the first two on the event loop, of steps on the engine's thread."""
+    """Gets tokens and ends of streams on the event loop, and steps on the engine's thread."""
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int, /) -> None:
         """So many tokens of a stream's sequence have come; its times are still those of the tokens before."""

@@ -1,4 +1,4 @@
-"""One expensive reading for everybody who asks for it."""
+"""One expensive reading for all who want it."""
 
 import asyncio
 import time
@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable
 
 
 class SharedReading[T]:
-    """A value that is worked out at most every so often, and never before it was asked for.
+    """A value that is worked out at most every so often, and never before somebody wants it.
 
-    Whoever asks while one is being worked out, or too soon after it was, waits for the next together with all others:
-    many readers cost as much as one, and what a reader gets is never older than its question.
+    A reader that comes while one is being worked out, or too soon after, waits for the next together with all others:
+    many readers cost as much as one, and what a reader gets was read after it came.
     """
 
     def __init__(self, read: Callable[[], Awaitable[T]], every_s: float) -> None:

@@ -1,4 +1,4 @@
-"""OpenTelemetry: a span and three measurements for each request, sent by OTLP over HTTP. Never what was said.
+"""OpenTelemetry: a span and three measurements for each request, by OTLP over HTTP. Never a prompt or a text.
 
 Names are those of the semantic conventions for generative AI. What the environment tells OpenTelemetry's SDK (headers,
 certificates, sampling) holds here too. Spans are made when a request ends, and sent by threads of the SDK's own.
@@ -23,7 +23,7 @@ FLUSH_TIMEOUT_S = 5
 
 
 class Telemetry:
-    """Watches requests end."""
+    """Sends a span and measurements for each request when it ends."""
 
     def __init__(self, endpoint: str, model_name: str) -> None:
         try:
@@ -68,13 +68,13 @@ class Telemetry:
         }
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
-        """Nothing: a request is told of when it ends."""
+        """Does nothing: a request's span is made when it ends."""
 
     def on_step(self, engine: Engine, start: float, end: float, is_failed: bool) -> None:
-        """Nothing: steps are for `/debug/trace`."""
+        """Does nothing: steps are for `/debug/trace`."""
 
     def on_end(self, stream: Stream, failure: str | None) -> None:
-        """Make its span, and measure."""
+        """Make the span of a request, and measure it."""
         self._measure(stream, failure)
         times, attributes = stream.times, self._attributes(stream)
         parent = self._propagator.extract({"traceparent": stream.traceparent}) if stream.traceparent else None
@@ -110,10 +110,10 @@ class Telemetry:
 
     def _attributes(self, stream: Stream) -> dict[str, Any]:
         request, params = stream.request, stream.request.params
-        asked = {} if params.max_tokens is None else {"gen_ai.request.max_tokens": params.max_tokens}
+        limits = {} if params.max_tokens is None else {"gen_ai.request.max_tokens": params.max_tokens}
         return (
             self._common
-            | asked
+            | limits
             | {
                 "gen_ai.request.temperature": params.temperature,
                 "gen_ai.request.top_p": params.top_p,
@@ -126,20 +126,20 @@ class Telemetry:
         )
 
     def close(self) -> None:
-        """Send what has not been sent, for a few seconds at most: a collector that is away holds nobody up."""
+        """Send what has not been sent, for a few seconds at most, in case the collector is away."""
 
         def flush() -> None:
             self._spans.force_flush(FLUSH_TIMEOUT_S * 1000)
             self._metrics.shutdown(FLUSH_TIMEOUT_S * 1000)
             self._spans.shutdown()
 
-        thread = threading.Thread(target=flush, daemon=True)  # the SDK tries again for longer than it is told to
+        thread = threading.Thread(target=flush, daemon=True)  # the SDK tries again for longer than its timeout
         thread.start()
         thread.join(FLUSH_TIMEOUT_S)
 
 
 def _seconds_per_token(times: Times, stream: Stream) -> float | None:
-    """Of one sequence, when several run side by side; None if there was no second token."""
+    """Seconds for each token after the first, of one sequence; None if there was no second token."""
     num_each = stream.num_output_tokens / stream.request.params.n
     return (times.last_token - times.first_token) / (num_each - 1) if num_each > 1 else None
 

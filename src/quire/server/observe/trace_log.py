@@ -28,7 +28,7 @@ ENGINE_TRACK, REQUEST_TRACK = 1, 2
 
 
 class RequestSpan(NamedTuple):
-    """When things happened to a request; 0 for never. Nothing of what was said."""
+    """When things happened to a request; 0 for never. Nothing of its prompt or its text."""
 
     id: str
     arrived: float
@@ -43,7 +43,7 @@ class RequestSpan(NamedTuple):
 
     @classmethod
     def of(cls, stream: Stream, reason: str) -> "RequestSpan":
-        """A request, ended or not."""
+        """The span of a request, ended or not."""
         times, request = stream.times, stream.request
         return cls(
             request.id,
@@ -60,7 +60,7 @@ class RequestSpan(NamedTuple):
 
 
 class TraceLog:
-    """Remembers steps and requests."""
+    """Remembers the last steps and requests, in a fixed amount of memory."""
 
     def __init__(self) -> None:
         self._steps = np.zeros((MAX_STEPS, len(COLUMNS)))
@@ -84,10 +84,10 @@ class TraceLog:
         self._num_steps += 1  # after the row is whole
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
-        """Nothing: a request is noted when it ends."""
+        """Does nothing: a request is noted when it ends."""
 
     def on_end(self, stream: Stream, failure: str | None) -> None:
-        """Note a request."""
+        """Note a request that has ended."""
         self._requests.append(RequestSpan.of(stream, failure or "finished"))
 
     # -- what happened ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""OpenAI's shapes on the way out: from the engine's updates to the JSON that clients read."""
+"""Formats responses as OpenAI does: from the engine's updates to the JSON that clients read."""
 
 import time
 import uuid
@@ -14,45 +14,45 @@ from quire.text.tokenizer import Tokenizer
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
-class Answer:
-    """What completions and chats have in common."""
+class ResponseFormatter:
+    """Makes the JSON of one response, whole or in chunks: what completions and chats have in common."""
 
     object_name: str
     chunk_name: str
     id_prefix: str
 
-    def __init__(self, service: Service, asked: schema.Sampling) -> None:
+    def __init__(self, service: Service, body: schema.Sampling) -> None:
         self.service = service
         self.tokenizer: Tokenizer | None = service.engine.llm.engine.tokenizer
-        self.id = asked.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = body.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.n = asked.n or 1
-        self.return_token_ids = bool(asked.return_token_ids)
-        self.prompt_logprobs = bool(asked.prompt_logprobs)
+        self.n = body.n or 1
+        self.return_token_ids = bool(body.return_token_ids)
+        self.prompt_logprobs = bool(body.prompt_logprobs)
 
     def head(self, name: str) -> dict[str, Any]:
-        """What every object of this answer begins with."""
+        """The fields that every object of this response begins with."""
         return {"id": self.id, "object": name, "created": self.created, "model": self.service.model_name}
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """One event of a stream."""
+        """One event of a streamed response."""
         return self.head(self.chunk_name) | {"choices": choices}
 
-    def body(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
-        """The answer in one piece; `wholes` has all of each stream's sequences."""
+    def response(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
+        """The whole response; `wholes` has one update for each sequence of each stream."""
         choices = [self.choice(i, streams[i], whole) for i, updates in enumerate(wholes) for whole in updates]
         return self.head(self.object_name) | {"choices": choices, "usage": usage(streams)}
 
     def begin(self) -> list[dict[str, Any]]:
-        """Choices of the stream's first chunk, before anything has been drawn."""
+        """Choices of the first chunk of a stream, before any token has been generated."""
         return []
 
     def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
-        """A whole choice."""
+        """One choice of a whole response; `prompt` is the index of its prompt."""
         raise NotImplementedError
 
     def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
-        """What is new of a choice; None for nothing that shows."""
+        """What a chunk adds to a choice; None if it adds nothing that is shown."""
         raise NotImplementedError
 
     def _extras(self, stream: Stream, update: Update, *, is_whole: bool) -> dict[str, Any]:
@@ -69,11 +69,11 @@ class Answer:
         return extras
 
     def token(self, token_id: int) -> str:
-        """A token as text, special ones too."""
+        """A token as text, special tokens too."""
         return self.piece(token_id).decode("utf-8", "replace")
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes of a token, special ones too."""
+        """The bytes of a token, special tokens too."""
         pieces = self.tokenizer.pieces if self.tokenizer else ()
         return pieces[token_id] if token_id < len(pieces) else b""
 
@@ -81,27 +81,27 @@ class Answer:
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-class CompletionAnswer(Answer):
-    """`text_completion`."""
+class CompletionFormatter(ResponseFormatter):
+    """Formats the response to `/v1/completions`: `text_completion`."""
 
     object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(self, service: Service, asked: schema.CompletionRequest, prompts: list[list[int]]) -> None:
-        super().__init__(service, asked)
-        self.echo = bool(asked.echo)
-        self.logprobs = asked.logprobs
+    def __init__(self, service: Service, body: schema.CompletionRequest, prompts: list[list[int]]) -> None:
+        super().__init__(service, body)
+        self.echo = bool(body.echo)
+        self.logprobs = body.logprobs
         self._prompts = prompts
-        self._written: Any = asked.prompt
+        self._given_prompts: Any = body.prompt
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
 
     def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
-        """A whole choice."""
+        """One choice of a whole completion."""
         return self._choice(prompt, stream, whole, is_whole=True)
 
     def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
-        """What is new of a choice."""
+        """What a chunk adds to a choice of a completion; None if it adds nothing that is shown."""
         if not update.text and not update.finish_reason and not update.logprobs and not self.return_token_ids:
             return None
         return self._choice(prompt, stream, update, is_whole=False)
@@ -128,10 +128,10 @@ class CompletionAnswer(Answer):
         return choice | self._extras(stream, update, is_whole=is_whole)
 
     def _prefix(self, prompt: int) -> str:
-        """The prompt as its client wrote it."""
-        written = self._written if isinstance(self._written, str) else self._written[prompt]
-        if isinstance(written, str):
-            return written
+        """The prompt as the client sent it, for `echo`."""
+        given = self._given_prompts if isinstance(self._given_prompts, str) else self._given_prompts[prompt]
+        if isinstance(given, str):
+            return given
         return self.tokenizer.decode(self._prompts[prompt]) if self.tokenizer else ""
 
     def _logprobs(self, index: int, entries: list[TokenLogprob | None], prompt: list[int]) -> dict[str, Any]:
@@ -155,26 +155,26 @@ class CompletionAnswer(Answer):
 # -- chats ------------------------------------------------------------------------------------------------------------
 
 
-class ChatAnswer(Answer):
-    """`chat.completion`."""
+class ChatFormatter(ResponseFormatter):
+    """Formats the response to `/v1/chat/completions`: `chat.completion`."""
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, service: Service, asked: schema.ChatRequest, style: str | None) -> None:
-        super().__init__(service, asked)
-        self.wants_logprobs = bool(asked.logprobs)
+    def __init__(self, service: Service, body: schema.ChatRequest, style: str | None) -> None:
+        super().__init__(service, body)
+        self.wants_logprobs = bool(body.logprobs)
         self._style = style
         self._parsers: dict[int, ToolParser] = {}
 
     def begin(self) -> list[dict[str, Any]]:
-        """Every choice says who speaks."""
+        """The first chunk of a chat has the role of every choice."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self.n)]
 
     def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
-        """A whole choice."""
+        """One choice of a whole chat response, with the tool calls that its text holds."""
         content, calls = self._parse(whole)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         if calls:
@@ -185,7 +185,7 @@ class ChatAnswer(Answer):
         return choice | self._extras(stream, whole, is_whole=True)
 
     def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
-        """What is new of a choice."""
+        """What a chunk adds to a choice of a chat; None if it adds nothing that is shown."""
         content, calls = self._parse(update)
         if not (content or calls or update.finish_reason or update.logprobs or self.return_token_ids):
             return None
@@ -216,8 +216,8 @@ class ChatAnswer(Answer):
         if update.finish_reason is None:
             return None
         parser = self._parsers.get(update.index)
-        called = parser is not None and parser.num_calls > 0
-        return "tool_calls" if called and update.finish_reason != "length" else FINISH_REASONS[update.finish_reason]
+        has_calls = parser is not None and parser.num_calls > 0
+        return "tool_calls" if has_calls and update.finish_reason != "length" else FINISH_REASONS[update.finish_reason]
 
     def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
         return [
@@ -233,7 +233,7 @@ class ChatAnswer(Answer):
 
 
 def usage(streams: list[Stream]) -> dict[str, Any]:
-    """Tokens that went in and came out."""
+    """OpenAI's `usage`: the tokens of prompts and of generated text."""
     prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
     completion_tokens = sum(stream.num_output_tokens for stream in streams)
     return {

@@ -1,4 +1,4 @@
-"""The OpenAPI document: made from the wire types, so that it cannot say anything else than they do."""
+"""The OpenAPI document, generated from the types of `schema`, so that both state the same limits."""
 
 from functools import cache
 from typing import Any
@@ -28,12 +28,12 @@ def openapi() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, kind in POSTS.items():
         body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        answer = {"description": "the answer, or events of it"}
+        response = {"description": "the response, or its events"}
         paths[path] = {
-            "post": {"requestBody": {"required": True, "content": body}, "responses": {"200": answer} | errors}
+            "post": {"requestBody": {"required": True, "content": body}, "responses": {"200": response} | errors}
         }
     for path in GETS:
-        paths[path] = {"get": {"responses": {"200": {"description": "the answer"}, **errors}}}
+        paths[path] = {"get": {"responses": {"200": {"description": "the response"}, **errors}}}
         if path in PUBLIC:
             paths[path]["get"]["security"] = []
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}

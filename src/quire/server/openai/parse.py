@@ -1,4 +1,4 @@
-"""OpenAI's shapes on the way in: from the wire to requests of the engine, and to what their answer will look like."""
+"""Parses OpenAI's requests: from the types of `schema` to requests of the engine and a formatter for the response."""
 
 import json
 import uuid
@@ -10,7 +10,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.openai import schema
-from quire.server.openai.format import Answer, ChatAnswer, CompletionAnswer
+from quire.server.openai.format import ChatFormatter, CompletionFormatter, ResponseFormatter
 from quire.server.openai.tools import tool_style
 from quire.server.service import Caller, Service
 from quire.structured.form import Structured
@@ -22,36 +22,38 @@ TEMPLATE_KWARGS = ("enable_thinking", "date_string", "custom_tools", "builtin_to
 
 
 @dataclass(slots=True)
-class Asked:
-    """A request off the wire: what to submit, and what its answer looks like."""
+class ParsedRequest:
+    """A client's request, parsed: what to submit to the engine, and how to format the response."""
 
     requests: list[Request]
-    answer: Answer
+    formatter: ResponseFormatter
     stream: bool
     include_usage: bool
     timeout_s: float | None
     structured: Structured | None = None
-    """What the answer must look like, to be compiled; None for anything."""
+    """The form that the generated text must have, not yet compiled; None for any text."""
 
 
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-async def read_completion(
-    service: Service, asked: schema.CompletionRequest, caller: Caller, *, default_max_tokens: int | None = 16
-) -> Asked:
-    """The requests of a completion: one for each prompt. OpenAI's default is 16 tokens; None is as many as fit."""
-    service.check_arrival(asked.model)
-    prompts = await _prompts(service, asked.prompt, caller)
-    scored = asked.echo and asked.logprobs is not None
+async def parse_completion(
+    service: Service, body: schema.CompletionRequest, caller: Caller, *, default_max_tokens: int | None = 16
+) -> ParsedRequest:
+    """Parse a completion: one request for each prompt. `default_max_tokens` of None is as many tokens as fit."""
+    service.check_arrival(body.model)
+    prompts = await _prompts(service, body.prompt, caller)
+    scored = body.echo and body.logprobs is not None
     params = _sampling(
-        asked,
-        logprobs=asked.logprobs,
-        prompt_logprobs=bool(asked.prompt_logprobs or scored),
+        body,
+        logprobs=body.logprobs,
+        prompt_logprobs=bool(body.prompt_logprobs or scored),
         default_max_tokens=default_max_tokens,
     )
-    answer = CompletionAnswer(service, asked, prompts)
-    return _asked(service, asked, caller, answer, prompts, params, structured=_structured(asked.structured_outputs))
+    formatter = CompletionFormatter(service, body, prompts)
+    return _parsed_request(
+        service, body, caller, formatter, prompts, params, structured=_structured(body.structured_outputs)
+    )
 
 
 async def _prompts(service: Service, prompt: Any, caller: Caller) -> list[list[int]]:
@@ -69,7 +71,7 @@ async def _prompts(service: Service, prompt: Any, caller: Caller) -> list[list[i
 
 
 def _ids(service: Service, entry: Any) -> list[int]:
-    """A prompt of token ids. Its length comes first: it may be long."""
+    """Check a prompt of token ids; its length first, because it may be long."""
     if not isinstance(entry, list):
         raise _mixed()
     if len(entry) > service.max_model_len:
@@ -87,33 +89,33 @@ def _mixed() -> ApiError:
 # -- chats ------------------------------------------------------------------------------------------------------------
 
 
-async def read_chat(service: Service, asked: schema.ChatRequest, caller: Caller) -> Asked:
-    """The request of a chat."""
-    service.check_arrival(asked.model)
-    if asked.max_tokens is not None and asked.max_completion_tokens is not None:
+async def parse_chat(service: Service, body: schema.ChatRequest, caller: Caller) -> ParsedRequest:
+    """Parse a chat: one request, whose prompt the model's chat template renders."""
+    service.check_arrival(body.model)
+    if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens and max_completion_tokens are the same; send one", param="max_tokens")
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    tools, style = _tools(service, asked)
-    kwargs = _template_kwargs(asked.chat_template_kwargs or {})
+    tools, style = _tools(service, body)
+    kwargs = _template_kwargs(body.chat_template_kwargs or {})
     if tools:
         kwargs["tools"] = tools
-    messages = [_message(message) for message in asked.messages]
+    messages = [_message(message) for message in body.messages]
     prompt = await service.run_in_thread(caller, service.encode_chat_sync, messages, kwargs)
     params = _sampling(
-        asked,
-        logprobs=(asked.top_logprobs or 0) if asked.logprobs else None,
-        prompt_logprobs=bool(asked.prompt_logprobs),
-        max_tokens=asked.max_completion_tokens,
+        body,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        prompt_logprobs=bool(body.prompt_logprobs),
+        max_tokens=body.max_completion_tokens,
         has_marks=style not in (None, "json"),
     )
-    structured = _structured(asked.structured_outputs, asked.response_format) or _forced_call(asked)
-    answer = ChatAnswer(service, asked, style)
-    return _asked(service, asked, caller, answer, [prompt], params, structured=structured)
+    structured = _structured(body.structured_outputs, body.response_format) or _forced_call(body)
+    formatter = ChatFormatter(service, body, style)
+    return _parsed_request(service, body, caller, formatter, [prompt], params, structured=structured)
 
 
 def _message(message: schema.Message) -> dict[str, Any]:
-    """As templates expect it: text for content, arguments of calls as objects."""
+    """A message as chat templates expect it: text for content, arguments of tool calls as objects."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
@@ -141,30 +143,30 @@ def _loads(call: schema.ToolCall) -> Any:
     return value if isinstance(value, dict) else call.function.arguments
 
 
-def _tools(service: Service, asked: schema.ChatRequest) -> tuple[list[dict[str, Any]], str | None]:
-    """The tools for the template, and how calls are written; None where none can come."""
-    if asked.tool_choice is not None and not asked.tools and asked.tool_choice != "none":
+def _tools(service: Service, body: schema.ChatRequest) -> tuple[list[dict[str, Any]], str | None]:
+    """The tools for the chat template, and the style in which the model writes calls; None where it can write none."""
+    if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-    if not asked.tools or asked.tool_choice == "none":
+    if not body.tools or body.tool_choice == "none":
         return [], None
-    names = [tool.function.name for tool in asked.tools]
+    names = [tool.function.name for tool in body.tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: two functions have the same name", param="tools")
-    if isinstance(asked.tool_choice, schema.NamedTool) and asked.tool_choice.function.name not in names:
-        message = f"tool_choice names {asked.tool_choice.function.name!r}, which is not among tools"
+    if isinstance(body.tool_choice, schema.NamedTool) and body.tool_choice.function.name not in names:
+        message = f"tool_choice names {body.tool_choice.function.name!r}, which is not among tools"
         raise ApiError(400, message, param="tool_choice")
     style = tool_style(service.tokenizer.chat_template_source or "")
     if style is None:
         message = "this model's chat template takes no tools; response_format with a json_schema may serve instead"
         raise ApiError(400, message, param="tools", code="tools_not_supported")
-    if _is_forced(asked):
+    if _is_forced(body):
         style = "json"
-    tools = [{"type": "function", "function": _function(tool.function)} for tool in asked.tools]
+    tools = [{"type": "function", "function": _function(tool.function)} for tool in body.tools]
     return tools, style
 
 
-def _is_forced(asked: schema.ChatRequest) -> bool:
-    return bool(asked.tools) and (asked.tool_choice == "required" or isinstance(asked.tool_choice, schema.NamedTool))
+def _is_forced(body: schema.ChatRequest) -> bool:
+    return bool(body.tools) and (body.tool_choice == "required" or isinstance(body.tool_choice, schema.NamedTool))
 
 
 def _function(function: schema.Function) -> dict[str, Any]:
@@ -172,11 +174,11 @@ def _function(function: schema.Function) -> dict[str, Any]:
     return {"name": function.name, "description": function.description or "", "parameters": parameters}
 
 
-def _forced_call(asked: schema.ChatRequest) -> Structured | None:
-    """A schema of the calls that may come, when one must."""
-    if not _is_forced(asked) or not asked.tools:
+def _forced_call(body: schema.ChatRequest) -> Structured | None:
+    """The form of a tool call, if `tool_choice` forces the model to make one."""
+    if not _is_forced(body) or not body.tools:
         return None
-    wanted = asked.tool_choice.function.name if isinstance(asked.tool_choice, schema.NamedTool) else None
+    wanted = body.tool_choice.function.name if isinstance(body.tool_choice, schema.NamedTool) else None
     options = [
         {
             "type": "object",
@@ -187,7 +189,7 @@ def _forced_call(asked: schema.ChatRequest) -> Structured | None:
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for tool in asked.tools
+        for tool in body.tools
         if wanted in (None, tool.function.name)
     ]
     return Structured(json_schema=options[0] if len(options) == 1 else {"anyOf": options}, name="tools")
@@ -205,7 +207,7 @@ def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structured(outputs: schema.StructuredOutputs | None, form: Any = None) -> Structured | None:
-    """What the answer must look like."""
+    """The form that `structured_outputs` or `response_format` wants the generated text to have."""
     if isinstance(form, schema.JsonObjectFormat | schema.JsonSchemaFormat) and outputs is not None:
         raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
     if isinstance(form, schema.JsonObjectFormat):
@@ -225,7 +227,7 @@ def _structured(outputs: schema.StructuredOutputs | None, form: Any = None) -> S
 
 
 def _sampling(
-    asked: schema.Sampling,
+    body: schema.Sampling,
     *,
     logprobs: int | None,
     prompt_logprobs: bool,
@@ -233,64 +235,64 @@ def _sampling(
     default_max_tokens: int | None = None,
     has_marks: bool = False,
 ) -> SamplingParams:
-    max_tokens = asked.max_tokens if max_tokens is None else max_tokens
+    max_tokens = body.max_tokens if max_tokens is None else max_tokens
     # The marks around calls of tools are special tokens in some vocabularies.
-    skip_special = not has_marks if asked.skip_special_tokens is None else asked.skip_special_tokens
+    skip_special = not has_marks if body.skip_special_tokens is None else body.skip_special_tokens
     return SamplingParams(
-        temperature=1.0 if asked.temperature is None else asked.temperature,
-        top_p=1.0 if asked.top_p is None else asked.top_p or SMALLEST_TOP_P,
-        top_k=max(asked.top_k or 0, 0),
-        min_p=asked.min_p or 0.0,
-        seed=None if asked.seed is None else asked.seed % (1 << 64),
-        n=asked.n or 1,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p or SMALLEST_TOP_P,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        seed=None if body.seed is None else body.seed % (1 << 64),
+        n=body.n or 1,
         max_tokens=default_max_tokens if max_tokens is None else max_tokens,
-        min_tokens=asked.min_tokens or 0,
-        stop=asked.stop or (),
-        stop_token_ids=asked.stop_token_ids or (),
-        ignore_eos=bool(asked.ignore_eos),
-        include_stop=bool(asked.include_stop_str_in_output),
+        min_tokens=body.min_tokens or 0,
+        stop=body.stop or (),
+        stop_token_ids=body.stop_token_ids or (),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop=bool(body.include_stop_str_in_output),
         skip_special=skip_special,
-        repetition_penalty=1.0 if asked.repetition_penalty is None else asked.repetition_penalty,
-        presence_penalty=asked.presence_penalty or 0.0,
-        frequency_penalty=asked.frequency_penalty or 0.0,
-        logit_bias=asked.logit_bias or {},
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=body.logit_bias or {},
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
 
 
-def _asked(
+def _parsed_request(
     service: Service,
-    asked: schema.Sampling,
+    body: schema.Sampling,
     caller: Caller,
-    answer: Answer,
+    formatter: ResponseFormatter,
     prompts: list[list[int]],
     params: SamplingParams,
     *,
     structured: Structured | None,
-) -> Asked:
-    stream = bool(asked.stream)
-    if asked.stream_options is not None and not stream:
+) -> ParsedRequest:
+    stream = bool(body.stream)
+    if body.stream_options is not None and not stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
     requests = [
         Request(
-            id=f"{answer.id}-{i}-{uuid.uuid4().hex[:8]}",
+            id=f"{formatter.id}-{i}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=tuple(prompt),
             params=params,
-            priority=_priority(service, asked),
-            cache_salt=caller.salt(asked.cache_salt or ""),
+            priority=_priority(service, body),
+            cache_salt=caller.salt(body.cache_salt or ""),
             stream=stream,
         )
         for i, prompt in enumerate(prompts)
     ]
-    include_usage = asked.stream_options is not None and bool(asked.stream_options.include_usage)
-    return Asked(requests, answer, stream, include_usage, asked.timeout, structured)
+    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    return ParsedRequest(requests, formatter, stream, include_usage, body.timeout, structured)
 
 
-def _priority(service: Service, asked: schema.Sampling) -> int:
-    """Who goes first: nobody beyond what the server allows."""
-    priority = asked.priority or 0
+def _priority(service: Service, body: schema.Sampling) -> int:
+    """The request's priority, if the server allows it."""
+    priority = body.priority or 0
     if priority > service.max_priority:
-        message = f"priority={priority}: at most {service.max_priority} may be asked for here (--max-priority)"
+        message = f"priority={priority}: this server allows at most {service.max_priority} (--max-priority)"
         raise ApiError(400, message, param="priority", code="invalid_value")
     return priority

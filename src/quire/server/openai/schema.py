@@ -1,4 +1,4 @@
-"""What comes in over HTTP: OpenAI's fields and ours, with their types and limits. What is not here is refused.
+"""The schema of requests: OpenAI's fields and ours, with their types and limits. A field that is not here is refused.
 
 Types are strict (no number as a string, no boolean as a number), and every limit is stated here, so that the OpenAPI
 document at `/openapi.json` and the errors say the same.
@@ -31,26 +31,26 @@ JsonObject = dict[str, Any]
 
 
 class Struct(msgspec.Struct, forbid_unknown_fields=True):
-    """What every object on the wire has in common."""
+    """Base of every object in a request: unknown fields are refused."""
 
 
 class StreamOptions(Struct):
-    """`stream_options`."""
+    """`stream_options`: whether the last chunk of a stream has the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
 class TextFormat(Struct, tag_field="type", tag="text"):
-    """Anything."""
+    """`response_format` that allows any text."""
 
 
 class JsonObjectFormat(Struct, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """`response_format` that allows any JSON object."""
 
 
 class JsonSchema(Struct, kw_only=True):
-    """`response_format.json_schema`."""
+    """`response_format.json_schema`: a JSON Schema and its name."""
 
     name: Name
     schema: JsonObject
@@ -59,13 +59,13 @@ class JsonSchema(Struct, kw_only=True):
 
 
 class JsonSchemaFormat(Struct, tag_field="type", tag="json_schema"):
-    """JSON that a schema describes."""
+    """`response_format` that allows JSON of a schema."""
 
     json_schema: JsonSchema
 
 
 class StructuredOutputs(Struct, kw_only=True):
-    """`structured_outputs`: exactly one of these."""
+    """`structured_outputs`: the form of the generated text, by exactly one of these fields."""
 
     json: JsonObject | None = None
     json_object: bool | None = None
@@ -75,7 +75,7 @@ class StructuredOutputs(Struct, kw_only=True):
 
 
 class Sampling(Struct, kw_only=True):
-    """How tokens are drawn and when a sequence ends: what completions and chats have in common."""
+    """The fields that completions and chats have in common: how tokens are sampled and when a sequence ends."""
 
     model: Name
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -116,7 +116,7 @@ class Sampling(Struct, kw_only=True):
 
 
 class CompletionRequest(Sampling, kw_only=True):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Text | Annotated[list[Text | TokenId | list[TokenId]], Meta(min_length=1, max_length=MAX_PROMPT_CHARS)]
     echo: bool | None = None
@@ -126,20 +126,20 @@ class CompletionRequest(Sampling, kw_only=True):
 
 
 class TextPart(Struct, tag_field="type", tag="text"):
-    """A part of a message; the only kind."""
+    """A part of a message's content; text is the only kind."""
 
     text: Text
 
 
 class FunctionCall(Struct, kw_only=True):
-    """What a tool is called with; the arguments are JSON as text."""
+    """The function and the arguments of a tool call; the arguments are JSON as text."""
 
     name: ToolName
     arguments: Text
 
 
 class ToolCall(Struct, kw_only=True):
-    """A call that the model made, told back to it."""
+    """A tool call that the model made earlier in the conversation."""
 
     id: Annotated[str, Meta(max_length=256)]
     function: FunctionCall
@@ -148,14 +148,14 @@ class ToolCall(Struct, kw_only=True):
 
 
 class Message(Struct, kw_only=True):
-    """One turn of a conversation."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Meta(max_length=1024)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
-    # A client that sends an answer back sends these along.
+    # A client that sends a response of ours back sends these along.
     refusal: None = None
     annotations: list[None] | None = None
     audio: None = None
@@ -172,27 +172,27 @@ class Function(Struct, kw_only=True):
 
 
 class Tool(Struct, kw_only=True):
-    """An entry of `tools`."""
+    """An entry of `tools`: a function that the model may call."""
 
     function: Function
     type: Literal["function"]
 
 
 class NamedFunction(Struct):
-    """Which function `tool_choice` names."""
+    """The name of the function that `tool_choice` forces the model to call."""
 
     name: ToolName
 
 
 class NamedTool(Struct, kw_only=True):
-    """`tool_choice` as an object: this function."""
+    """`tool_choice` as an object: the model has to call this function."""
 
     function: NamedFunction
     type: Literal["function"]
 
 
 class ChatRequest(Sampling, kw_only=True):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
@@ -208,7 +208,7 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class TokenizeRequest(Struct, kw_only=True):
-    """`POST /tokenize`."""
+    """The body of `POST /tokenize`."""
 
     prompt: Text
     add_special_tokens: bool = True
@@ -216,7 +216,7 @@ class TokenizeRequest(Struct, kw_only=True):
 
 
 class DetokenizeRequest(Struct, kw_only=True):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: Name | None = None

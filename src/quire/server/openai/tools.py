@@ -2,8 +2,8 @@
 
     hermes   <tool_call>{"name": ..., "arguments": {...}}</tool_call>        Qwen 2.5 and 3, Hermes
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
-    llama    {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>; the whole answer
-    json     {"name": ..., "arguments": {...}}; the whole answer, because a grammar forced it
+    llama    {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>; the whole text
+    json     {"name": ..., "arguments": {...}}; the whole text, because a grammar forced it
 
 The text is a stranger's: it is searched for fixed marks and read as JSON, nothing else. What looks like a call and is
 none stays text.
@@ -29,7 +29,7 @@ def tool_style(template: str) -> str | None:
 
 
 class ToolParser:
-    """Takes a sequence's text as it comes; gives back what is content and what are calls.
+    """Separates the text of a sequence, as it is generated, into content and tool calls.
 
     Every character is looked at a bounded number of times, however long a call stays open.
     """
@@ -37,14 +37,14 @@ class ToolParser:
     def __init__(self, style: str) -> None:
         self._style = style
         self._held: list[str] = []
-        """Of a call that may be under way, what follows its mark."""
+        """What follows the mark of a call that may be under way."""
         self._tail = ""
-        """The end of the text, as far as it may be the beginning of a mark."""
+        """The end of the text that may be the beginning of a mark."""
         self._is_open = style == "json"
         self.num_calls = 0
 
     def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """More text: the content that is certain, and calls that are complete."""
+        """Take more text; returns the content that is certain, and the calls that are complete."""
         if self._style in OPENINGS:
             return self._feed_marked(text)
         if self._style == "text":
@@ -60,7 +60,7 @@ class ToolParser:
         return "", []
 
     def finish(self) -> tuple[str, list[dict[str, Any]]]:
-        """The text has ended: what was held back, as what it turned out to be."""
+        """End the text; returns what was held back, as content or as calls."""
         held = self._take_held()
         if self._style not in OPENINGS:
             calls = self._read(held.strip().removeprefix(PYTHON_TAG)) if self._is_open else []
@@ -70,7 +70,7 @@ class ToolParser:
         return ("", calls) if calls else (content, [])
 
     def _feed_marked(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Calls that stand between two marks, or behind one."""
+        """Take more text of a style in which calls stand between two marks, or behind one."""
         text, at = self._tail + text, 0
         content: list[str] = []
         calls: list[dict[str, Any]] = []
@@ -96,7 +96,7 @@ class ToolParser:
 
     @property
     def _next_mark(self) -> str:
-        """What opens a call, or closes the one that is open; nothing closes Mistral's."""
+        """The mark that opens the next call, or closes the one that is open; nothing closes Mistral's."""
         if not self._is_open:
             return OPENINGS[self._style]
         return CLOSING if self._style == "hermes" else ""
@@ -107,7 +107,7 @@ class ToolParser:
         return held
 
     def _read(self, text: str) -> list[dict[str, Any]]:
-        """The calls that a JSON text is; none if it is anything else, or nothing that can be sent."""
+        """The calls that a JSON text holds; none if it is anything else, or cannot be sent as UTF-8."""
         calls = []
         try:
             value = json.loads(text)

@@ -69,7 +69,7 @@ class QuireServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request, context):
-        """Continue a prompt and answer once all of it is there.
+        """Continue a prompt and respond once all of it is there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
