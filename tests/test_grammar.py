@@ -19,9 +19,11 @@ from hypothesis import strategies as st
 
 from quire.field_error import FieldError
 from quire.structured import compiler as grammar_module
+from quire.structured import matcher as matcher_module
 from quire.structured import sandbox
-from quire.structured.compiler import GrammarCompiler, Vocabulary
+from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
+from quire.structured.matcher import Vocabulary
 from quire.structured.sandbox import MAX_BYTES
 from quire.testing import bits
 from tests.tiny import VOCAB
@@ -195,8 +197,8 @@ def test_compiled_forms_are_few_and_failed_ones_are_forgotten(monkeypatch):
 
 
 def test_a_form_that_is_too_slow_fails(monkeypatch):
-    monkeypatch.setattr(grammar_module, "_MASK_SECONDS", 0.0)
-    monkeypatch.setattr(grammar_module, "_GRACE_SECONDS", 0.002)
+    monkeypatch.setattr(matcher_module, "_MASK_SECONDS", 0.0)
+    monkeypatch.setattr(matcher_module, "_GRACE_SECONDS", 0.002)
     matcher, ids = COMPILER.compile(Structured(regex="a{10000}"), trusted=True), []
     for _ in range(10_000):
         ids.append(id_of("a"))
