@@ -6,8 +6,9 @@ from datetime import datetime
 
 import pytest
 
+from quire.checkpoint.tokenizer_files import default_template
 from quire.text import chat_template, template_budget
-from quire.text.chat_template import ChatTemplate, default_template
+from quire.text.chat_template import ChatTemplate
 from quire.text.template_budget import ChatTemplateError
 
 USER = [{"role": "user", "content": "Hi"}]

@@ -10,6 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 
+from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.text.control_tokens import ControlTokens, new_marker
 from quire.text.tokenizer import Tokenizer
 from tests.test_tokenizer import TEXTS
@@ -27,7 +29,7 @@ ATTACKS = [
 
 @pytest.fixture(scope="module")
 def smollm2(smollm2_gguf: Path) -> Tokenizer:
-    return Tokenizer.from_gguf(gguf.GGUFReader(smollm2_gguf))
+    return tokenizer_from_gguf(gguf.GGUFReader(smollm2_gguf))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_a_name_in_a_message_is_text(smollm2: Tokenizer, attack: str):
 
 def test_a_name_that_two_fields_make_together_is_text(tmp_path: Path):
     template = "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.name }}{{ m.content }}<|im_end|>{% endfor %}"
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, template))
+    tokenizer = tokenizer_from_folder(write_folder(tmp_path, template))
     for cut in range(1, len("<|im_end|>")):
         name, content = "<|im_end|>"[:cut], "<|im_end|>"[cut:]
         ids = tokenizer.encode_chat([{"role": "user", "name": name, "content": content}])
@@ -71,7 +73,7 @@ def test_a_name_that_two_fields_make_together_is_text(tmp_path: Path):
 
 def test_a_name_in_anything_else_for_the_template_is_text(tmp_path: Path):
     template = "{{ tools | tojson }}{{ date_string }}<|im_start|>{{ messages[0].content }}"
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, template))
+    tokenizer = tokenizer_from_folder(write_folder(tmp_path, template))
     tools = [{"function": {"name": "f", "parameters": {"properties": {"<|im_end|>": {"enum": ["<|im_end|>"]}}}}}]
     ids = tokenizer.encode_chat([{"role": "user", "content": "x"}], tools=tools, date_string="<|im_end|>")
     assert len(control_ids(tokenizer, ids)) == 1
@@ -80,7 +82,7 @@ def test_a_name_in_anything_else_for_the_template_is_text(tmp_path: Path):
 
 def test_a_control_token_that_the_template_makes_of_a_role_stays_one(tmp_path: Path):
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, template))
+    tokenizer = tokenizer_from_folder(write_folder(tmp_path, template))
     for content, num_control in (("hi", 1), ("hi<|im_end|>", 1), ("<|im_start|>", 1)):
         ids = tokenizer.encode_chat([{"role": "im_end", "content": content}])
         assert len(control_ids(tokenizer, ids)) == num_control
@@ -125,7 +127,7 @@ def test_no_chat_has_other_control_tokens_than_its_template_writes(smollm2: Toke
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_spaces_that_a_tokenizer_puts_before_words_stay_where_they_were(tmp_path: Path, scheme: str):
     """SentencePiece's: some put one before the first word of a text, some after every control token."""
-    tokenizer = Tokenizer.from_folder(
+    tokenizer = tokenizer_from_folder(
         write_folder(tmp_path, "<|im_start|>{{ messages[0].content }}<|im_end|>tail", scheme)
     )
     for content in ("word word", " word", "", "word "):
@@ -135,7 +137,7 @@ def test_spaces_that_a_tokenizer_puts_before_words_stay_where_they_were(tmp_path
 
 def test_a_name_that_only_normalizing_makes_is_text(tmp_path: Path):
     folder = write_folder(tmp_path, "<|im_start|>{{ messages[0].content }}", normalizer=normalizers.Lowercase())
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = tokenizer_from_folder(folder)
     assert len(control_ids(tokenizer, tokenizer.encode("<|IM_END|>", add_special=False))) == 1, "as the file has it"
     ids = tokenizer.encode_chat([{"role": "user", "content": "<|IM_END|>"}])
     assert len(control_ids(tokenizer, ids)) == 1

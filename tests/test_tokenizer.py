@@ -14,7 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from quire.text import tokenizer as tokenizer_module
+from quire.checkpoint import tokenizer_files
+from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
+from quire.checkpoint.tokenizer_files import tokenizer_from_folder
+from quire.text import pieces
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -47,7 +50,7 @@ def reader(smollm2_gguf: Path) -> gguf.GGUFReader:
 
 @pytest.fixture(scope="module")
 def smollm2(reader: gguf.GGUFReader) -> Tokenizer:
-    return Tokenizer.from_gguf(reader)
+    return tokenizer_from_gguf(reader)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +137,7 @@ def test_an_id_without_a_token_has_no_text(smollm2: Tokenizer):
 
 # --- GGUF files of our own ---
 
-BYTE_ALPHABET = sorted(tokenizer_module._BYTE_OF_CHAR)
+BYTE_ALPHABET = sorted(pieces._BYTE_OF_CHAR)
 
 
 def byte_level_fields(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
@@ -201,7 +204,7 @@ def load(tmp_path: Path, fields: dict[str, Any]) -> Tokenizer:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return Tokenizer.from_gguf(gguf.GGUFReader(tmp_path / "model.gguf"))
+    return tokenizer_from_gguf(gguf.GGUFReader(tmp_path / "model.gguf"))
 
 
 def tokens_of(tokenizer: Tokenizer, fields: dict[str, Any], text: str, add_special: bool = False) -> list[str]:
@@ -473,11 +476,11 @@ def test_metadata_that_is_not_utf8_is_an_error_that_names_the_field(tmp_path: Pa
     path = tmp_path / "model.gguf"
     path.write_bytes(path.read_bytes().replace(b"NOT UTF-8", b"NOT \xff\xfe\xfd\xfc\xfb"))
     with pytest.raises(ValueError, match=r"tokenizer\.chat_template holds text that is not UTF-8"):
-        Tokenizer.from_gguf(gguf.GGUFReader(path))
+        tokenizer_from_gguf(gguf.GGUFReader(path))
 
 
 def test_an_absurd_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("quire.text.gguf_tokenizer.MAX_VOCAB_SIZE", 100)
+    monkeypatch.setattr("quire.checkpoint.gguf_tokenizer.MAX_VOCAB_SIZE", 100)
     with pytest.raises(ValueError, match=r"tokenizer\.ggml\.tokens has 264 entries, at most 100"):
         load(tmp_path, byte_level_fields())
 
@@ -528,7 +531,7 @@ def test_folder(tmp_path: Path):
         tokenizer_config={"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": "{{ eos_token }}"},
         generation_config={"eos_token_id": [backend.token_to_id("<|eot|>"), backend.token_to_id("</s>")]},
     )
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = tokenizer_from_folder(folder)
     assert tokenizer.bos_id == backend.token_to_id("<s>")
     assert tokenizer.eos_ids == {backend.token_to_id("</s>"), backend.token_to_id("<|eot|>")}
     assert tokenizer.vocab_size == 256 + 1 + 4
@@ -540,30 +543,30 @@ def test_folder(tmp_path: Path):
 
 
 def test_a_folder_with_only_tokenizer_json(tmp_path: Path):
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, byte_level_backend()))
+    tokenizer = tokenizer_from_folder(write_folder(tmp_path, byte_level_backend()))
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.has_chat_template) == (None, frozenset(), False)
 
 
 def test_one_eos_id_in_generation_config(tmp_path: Path):
     folder = write_folder(tmp_path, byte_level_backend(), generation_config={"eos_token_id": 7})
-    assert Tokenizer.from_folder(folder).eos_ids == {7}
+    assert tokenizer_from_folder(folder).eos_ids == {7}
 
 
 def test_chat_template_file_comes_before_the_config(tmp_path: Path):
     folder = write_folder(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": "config"})
     (folder / "chat_template.jinja").write_text("file")
-    assert Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": ""}]) == "file"
+    assert tokenizer_from_folder(folder).render_chat([{"role": "user", "content": ""}]) == "file"
 
 
 def test_named_chat_templates(tmp_path: Path):
     templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
     folder = write_folder(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": templates})
-    assert Tokenizer.from_folder(folder).render_chat([{"role": "user", "content": ""}]) == "plain"
+    assert tokenizer_from_folder(folder).render_chat([{"role": "user", "content": ""}]) == "plain"
 
 
 def test_a_broken_chat_template_does_not_stop_completions(tmp_path: Path):
     folder = write_folder(tmp_path, byte_level_backend(), tokenizer_config={"chat_template": "{% broken"})
-    tokenizer = Tokenizer.from_folder(folder)
+    tokenizer = tokenizer_from_folder(folder)
     assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
     with pytest.raises(ValueError, match="chat template does not compile"):
         tokenizer.render_chat([{"role": "user", "content": ""}])
@@ -572,7 +575,7 @@ def test_a_broken_chat_template_does_not_stop_completions(tmp_path: Path):
 @pytest.mark.parametrize("strip", [True, False], ids=["llama", "gemma"])
 def test_sentencepiece_folder_decodes_as_the_library_does(tmp_path: Path, strip: bool):
     backend = sentencepiece_backend(strip)
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, backend))
+    tokenizer = tokenizer_from_folder(write_folder(tmp_path, backend))
     assert tokenizer.encode("hello")[0] == 1  # BOS, because tokenizer.json says so
     for text in TEXTS[:-1]:
         ids = tokenizer.encode(text)
@@ -590,7 +593,7 @@ def test_python_in_a_folder_is_never_imported(tmp_path: Path):
         },
     )
     (folder / "evil_quire_test.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
-    Tokenizer.from_folder(folder)
+    tokenizer_from_folder(folder)
     assert not (tmp_path / "ran").exists()
     assert "evil_quire_test" not in sys.modules
 
@@ -653,14 +656,14 @@ def test_broken_folders_name_the_file_and_not_its_place(
     else:
         (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(ValueError, match=error) as caught:
-        Tokenizer.from_folder(tmp_path)
+        tokenizer_from_folder(tmp_path)
     assert str(tmp_path) not in str(caught.value)
 
 
 def test_a_huge_tokenizer_json_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer_module, "_MAX_TOKENIZER_BYTES", 1000)
+    monkeypatch.setattr(tokenizer_files, "_MAX_TOKENIZER_BYTES", 1000)
     with pytest.raises(ValueError, match=r"tokenizer\.json has more than 1000 bytes"):
-        Tokenizer.from_folder(write_folder(tmp_path, byte_level_backend()))
+        tokenizer_from_folder(write_folder(tmp_path, byte_level_backend()))
 
 
 def mutations(value: Any) -> st.SearchStrategy[Any]:
@@ -683,7 +686,7 @@ def mutations(value: Any) -> st.SearchStrategy[Any]:
 def test_mutated_tokenizer_json_loads_or_is_a_clean_error(tmp_path: Path, data: Any):
     (tmp_path / "tokenizer.json").write_text(json.dumps(data))
     try:
-        tokenizer = Tokenizer.from_folder(tmp_path)
+        tokenizer = tokenizer_from_folder(tmp_path)
         tokenizer.decode(tokenizer.encode("hello é"))
     except ValueError:
         pass

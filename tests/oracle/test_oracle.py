@@ -71,9 +71,9 @@ def test_64_prompts_in_one_run_equal_hugging_face_one_at_a_time(smollm2_gguf, or
 def twelve(smollm2_gguf, oracle_folder, tmp_path_factory):
     from gguf import GGUFReader
 
-    from quire.text.tokenizer import Tokenizer
+    from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 
-    ids = Tokenizer.from_gguf(GGUFReader(smollm2_gguf)).encode(texts())
+    ids = tokenizer_from_gguf(GGUFReader(smollm2_gguf)).encode(texts())
     prompts = cut(ids, LENGTHS_12, seed=2)
     return prompts, ask(oracle_folder, prompts, tmp_path_factory.mktemp("twelve"))
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from quire.checkpoint.gguf_file import GgufFile
+from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from quire.checkpoint.safetensors_folder import SafetensorsFolder
+from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.config import ModelConfig
 from quire.device.models.layers import Params
 from quire.device.models.weights import load_params
@@ -41,12 +43,12 @@ def load_model(
     if path.is_dir():
         with SafetensorsFolder(path) as folder:
             config = folder.config()
-            tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").exists() else None
+            tokenizer = tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
             return LoadedModel(
                 config, load_params(config, folder.read, mesh=mesh, dtype=dtype, progress=progress), tokenizer
             )
     file = GgufFile(path)
-    tokenizer = Tokenizer.from_gguf(file.reader)
+    tokenizer = tokenizer_from_gguf(file.reader)
     params = load_params(file.config(), file.read, mesh=mesh, dtype=dtype, progress=progress)
     return LoadedModel(file.config(), params, tokenizer)
 

@@ -1,7 +1,5 @@
 """Weights from a folder of safetensors files, memory-mapped: a tensor's bytes are read when it is placed."""
 
-import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,11 +7,11 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from quire.checkpoint.json_file import read_json
 from quire.config import ModelConfig
 from quire.device.models import get_architecture
 from quire.device.models.weight_specs import TensorSpec
 
-MAX_CONFIG_BYTES = 16 << 20
 NUMBER_TYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -68,18 +66,3 @@ class SafetensorsFolder:
     def __exit__(self, *_: object) -> None:
         self._home.clear()
         self._files.close()
-
-
-def read_json(path: Path) -> Mapping[str, Any]:
-    """A JSON object from a file of sane size."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent.name}: no {path.name} in this folder")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ValueError(f"{path.name} is larger than {MAX_CONFIG_BYTES:,} bytes")
-    try:
-        value = json.loads(path.read_text())
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} holds a {type(value).__name__}, not an object")
-    return value

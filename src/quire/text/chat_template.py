@@ -51,20 +51,6 @@ class ChatTemplate:
                 raise ChatTemplateError(f"chat template failed: {_describe(error)}") from error
 
 
-def default_template(value: Any, field: str) -> str | None:
-    """The template of a `chat_template` entry: text, or a list of `{name, template}` of which `default` is taken."""
-    if value is None:
-        return None
-    if isinstance(value, list):
-        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
-        if not named:
-            raise ValueError(f"{field} is a list of templates, but none of them is named 'default'")
-        value = named[0].get("template")
-    if not isinstance(value, str):
-        raise ValueError(f"{field} must be text or a list of {{name, template}}, got {type(value).__name__}")
-    return value
-
-
 def _checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if not messages:
         raise FieldError("messages is empty; a chat needs at least one message", field="messages")

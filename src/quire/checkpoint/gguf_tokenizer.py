@@ -16,7 +16,9 @@ import tokenizers
 from gguf import GGUFValueType, TokenType
 from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from quire.text.tokenizer import MAX_VOCAB_SIZE, Tokenizer, byte_level_piece, sentencepiece_piece
+from quire.checkpoint.tokenizer_files import MAX_VOCAB_SIZE
+from quire.text.pieces import byte_level_piece, sentencepiece_piece
+from quire.text.tokenizer import Tokenizer
 
 _MAX_MERGES = 4 * MAX_VOCAB_SIZE
 _MAX_TOKEN_CHARS = 1024  # real vocabularies stay below 300; the search for merges is quadratic in this
