@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from quire import __version__
 from quire.core.errors import AuditError
-from quire.core.page_map import PoolSnapshot, SequenceSnapshot
+from quire.core.page_map import PoolSnapshot, SequenceSnapshot, snapshot
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
 from quire.server.config import ServerConfig
