@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig
 from quire.device import native
-from quire.device.attention import Backend, get_backend, paged_attention
+from quire.device.attention import Backend, LayerKV, get_backend, paged_attention
 from quire.device.attention.native import NativeBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
@@ -59,25 +59,27 @@ def make_layout(kv_lens: list[int], q_len: int, page_size: int) -> tuple[BatchLa
 class Layers:
     """A stack of layers' attention in one program, as a step runs them."""
 
-    def __init__(self, backend: Backend, model: ModelConfig, layout: BatchLayout, num_pages: int, args) -> None:
+    def __init__(self, backend: Backend, attention: AttentionConfig, layout: BatchLayout, num_pages: int, args) -> None:
         mesh, dtype = make_mesh(), jnp.dtype(args.dtype)
-        shapes = backend.shapes(model, num_pages, args.page_size, dtype)
+        specs = backend.arrays(attention, num_pages, args.page_size, dtype)
         rng = np.random.default_rng(0)
 
         def normal(*shape: int) -> jax.Array:
             return jnp.asarray(rng.standard_normal(shape, np.float32), dtype)
 
-        self.kvs = [tuple(normal(*shape) for shape in shapes) for _ in range(args.layers)]
+        axes = tuple(spec.axes for spec in specs)
+        self.kvs = [LayerKV(tuple(normal(*spec.shape) for spec in specs), axes) for _ in range(args.layers)]
         num_tokens = len(layout.positions_T)
         self.q, self.k, self.v = (
-            normal(num_tokens, n, model.head_dim) for n in (model.num_heads, model.num_kv_heads, model.num_kv_heads)
+            normal(num_tokens, heads, attention.head_dim)
+            for heads in (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
         )
         self.layout = layout
 
         def run(kvs, q, k, v, layout):
             new = []
             for old in kvs:
-                q, kv = paged_attention(backend, mesh, old, q, k, v, layout, scale=model.head_dim**-0.5, window=None)
+                q, kv = paged_attention(backend, mesh, old, q, k, v, layout, attention)
                 new.append(kv)
             return new, q
 
@@ -105,10 +107,7 @@ def main() -> None:
     args = parser.parse_args()
     if native.why_not():
         raise SystemExit(native.why_not())
-    model = ModelConfig(
-        architecture="llama", vocab_size=8, num_layers=1, hidden_size=8, intermediate_size=8, max_len=1 << 20,
-        num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim,
-    )  # fmt: skip
+    attention = AttentionConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
     other = get_backend("xla") if args.against == "xla" else NativeBackend(args.against)
     isa = args.isa or native.instruction_sets()[-1]
     print(
@@ -118,7 +117,7 @@ def main() -> None:
         if args.only not in name:
             continue
         layout, num_pages = make_layout(kv_lens, q_len, args.page_size)
-        stacks = [Layers(backend, model, layout, num_pages, args) for backend in (NativeBackend(args.isa), other)]
+        stacks = [Layers(backend, attention, layout, num_pages, args) for backend in (NativeBackend(args.isa), other)]
         times = np.array([[stack.seconds() for stack in stacks] for _ in range(args.turns + 2)])[2:]
         low, middle, high = np.quantile(times[:, 1] / times[:, 0], [0.25, 0.5, 0.75])
         ours, theirs = np.median(times, axis=0) * 1e3

@@ -18,10 +18,11 @@ from quire.bench import measure
 from quire.bench.bare_loop import BareLoop
 from quire.checkpoint.load import load_model
 from quire.device import kv_cache
-from quire.device.linear import MatmulKind, prepare
-from quire.device.mesh import make_mesh
+from quire.device.linear import MatmulKind
+from quire.device.mesh import ArraySpec, make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics
+from quire.device.models.weights import prepare
 
 PROMPT_LEN, NEW_TOKENS = 64, 128
 
@@ -29,14 +30,11 @@ PROMPT_LEN, NEW_TOKENS = 64, 128
 class DenseBackend:
     """One page holds a whole row, and attention looks at all of it."""
 
-    axes = ("pages", "offset", "kv_heads", "head")
+    def arrays(self, attention, num_pages, page_size, dtype):
+        shape = (num_pages, page_size, attention.num_kv_heads, attention.head_dim)
+        return (ArraySpec(shape, dtype, ("pages", "offset", "kv_heads", "head")),) * 2
 
-    def shapes(self, model, num_pages, page_size, dtype):
-        del dtype
-        return ((num_pages, page_size, model.num_kv_heads, model.head_dim),) * 2
-
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, *, scale, window):
-        del window
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention):
         num_rows, length, num_kv_heads, head_dim = kv[0].shape
         count = q_TNH.shape[0] // num_rows
         start = layout.positions_T[0]
@@ -47,7 +45,8 @@ class DenseBackend:
 
         k_BCKH, v_BCKH = write(kv[0], k_TKH), write(kv[1], v_TKH)
         q_BQKGH = q_TNH.reshape(num_rows, count, num_kv_heads, -1, head_dim)
-        scores = jnp.einsum("bqkgh,bckh->bkgqc", q_BQKGH, k_BCKH, preferred_element_type=jnp.float32) * scale
+        scores = jnp.einsum("bqkgh,bckh->bkgqc", q_BQKGH, k_BCKH, preferred_element_type=jnp.float32)
+        scores *= attention.scale
         seen_QC = jnp.arange(length)[None, :] <= start + jnp.arange(count)[:, None]
         weights = jax.nn.softmax(jnp.where(seen_QC[None, None, None], scores, -1e30), axis=-1).astype(q_TNH.dtype)
         out = jnp.einsum("bkgqc,bckh->bqkgh", weights, v_BCKH)
@@ -66,7 +65,7 @@ def dense_runner(model: str, length: int) -> SimpleNamespace:
         return kv_cache.create(statics.backend, loaded.config, **shape)
 
     return SimpleNamespace(
-        params=prepare(loaded.params, MatmulKind(native=False, int8=False)),
+        params=prepare(loaded.config, loaded.params, MatmulKind(native=False, int8=False)),
         statics=statics,
         layer=get_architecture(loaded.config.architecture).layer,
         page_size=length,

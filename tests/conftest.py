@@ -1,8 +1,10 @@
 """The strict runtime every test runs in, and what tests share."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+if threading.current_thread() is threading.main_thread():
+    # A shell starts what it runs in the background with Ctrl-C ignored, and all that is started from there inherits it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # JAX writes its cache of programs without a lock: another worker could read half of one.

@@ -1,30 +1,97 @@
 """Random lives of an engine on the device that catches lies: one history is one seed.
 
 Every rule is a method, so that a seeded driver, a Hypothesis machine and an exhaustive search play by the same ones.
-After each, the audit; after each step, every token against what must follow.
+After each, the audit; after each step, every token and log-probability against what must follow; after each sequence
+its end and its text against `tests.reference`. Requests draw every field of `SamplingParams` at random.
 """
 
 import random
 from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 
+from quire import Engine
+from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Sequence, SequenceState
-from quire.core.stopping import FinishReason
-from quire.testing import FakeRunner, InjectedError, fake_engine, hash_step, next_token
+from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob
+from quire.core.stopping import FinishReason, Grammar
+from quire.llm import new_text
+from quire.structured.compiler import GrammarCompiler
+from quire.structured.form import Structured
+from quire.testing import InjectedError, fake_engine, hash_step, next_token
+from quire.text.detokenizer import Detokenizer
+from quire.text.tokenizer import Tokenizer
+from tests.fake_sampler import SamplingRunner, drawn_from, logprob, top
+from tests.reference import allowed_tokens, expected_end
+from tests.words import TOY_EOS, TOY_PIECES, toy_tokenizer
 
-VOCAB = 11
+VOCAB = len(TOY_PIECES)
+EOS_IDS = frozenset({TOY_EOS})
+TOKENIZER = toy_tokenizer()
+GRAMMARS = GrammarCompiler(TOKENIZER, VOCAB, EOS_IDS)
+FORMS = [
+    Structured(regex="[ab]{2,6}"),
+    Structured(regex="a(b|\u00e9)+ a"),
+    Structured(choice=["ab", "aba", "\u00e9", "ba\u00e9", ""]),
+    Structured(grammar='start: "a" start "b" | "ba"'),
+]
+STOPS = ["a", "ab", "ba", "bb", "aa", " a", "b a", "\u00e9", "a\u00e9", "aba", "<special>", "\U0001f44d"]
+FIELDS = tuple(field.name for field in fields(SamplingParams))
+DEFAULTS = SamplingParams()
+EVERY_TOKEN = frozenset(range(VOCAB))
+REPLAYED = 6
+"""Requests of a history that are run once more, alone."""
 ROOTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 4, 5, 2]]
 """Prompts begin like these, so that they meet in the prefix cache."""
 PATIENCE = 2
 """Steps in which the first in order must get on, at the latest."""
 
 WEIGHTS = {
-    "step": 60, "add": 24, "fork": 4, "abort_one": 4, "abort_request": 2, "abort_in_flight": 2, "preempt": 5,
-    "evict": 2, "fail": 2, "set_weights": 0.8, "reset": 0.2, "look": 0.4,
+    "step": 40, "add": 24, "fork": 4, "abort_one": 4, "abort_request": 2, "abort_in_flight": 2, "preempt": 8,
+    "evict": 2, "fail": 2, "set_weights": 3, "reset": 0.4, "snapshot": 0.4,
 }  # fmt: skip
+
+
+def random_params(rng: random.Random, has_text: bool) -> dict[str, Any]:
+    """Values for any fields of `SamplingParams`, each often left as it is; float32 holds them exactly."""
+    most = rng.randint(1, 8)
+    some_ids = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 3))]
+    params = {
+        "temperature": rng.choice((0.0, 0.0, 0.25, 1.0, 1.5)),
+        "top_k": rng.randint(1, VOCAB),
+        "top_p": rng.choice((0.25, 0.5, 0.75)),
+        "min_p": rng.choice((0.125, 0.5)),
+        "seed": rng.getrandbits(64),
+        "n": rng.choice((1, 1, 1, 2, 3)),
+        "max_tokens": most,
+        "min_tokens": rng.randint(1, most),
+        "stop": [some_ids],
+        "stop_token_ids": [rng.randrange(1, VOCAB)],
+        "ignore_eos": True,
+        "skip_special": False,
+        "include_stop": True,
+        "repetition_penalty": rng.choice((0.5, 1.25, 2.0)),
+        "presence_penalty": rng.choice((-0.5, 0.75)),
+        "frequency_penalty": rng.choice((-0.25, 0.5)),
+        "logit_bias": {token: rng.choice((-1.5, 0.5, 4.0)) for token in some_ids},
+        "logprobs": rng.choice((0, 1, 3, 20)),
+        "prompt_logprobs": True,
+        "structured": rng.choice(FORMS) if has_text else None,
+    }
+    if has_text and rng.random() < 0.7:
+        params["stop"] = rng.sample(STOPS, rng.randint(1, 2)) + ([some_ids] if rng.random() < 0.3 else [])
+    always = {"temperature", "n", "seed", "max_tokens"}
+    chosen = {name: value for name, value in params.items() if name in always or rng.random() < 0.15}
+    if chosen["temperature"] == 0.0 and rng.random() < 0.5:
+        del chosen["seed"]  # another one each time, and of no influence: a history must be repeatable
+    if "prompt_logprobs" in chosen:
+        chosen["max_tokens"] = rng.randint(chosen.get("min_tokens", 0), max(3, chosen.get("min_tokens", 0)))
+    if rng.random() < 0.03:
+        del chosen["max_tokens"]
+    return chosen
 
 
 def toy_allows(seen: tuple[int, ...], token: int) -> bool:
@@ -49,8 +116,8 @@ class ToyGrammar:
     def mask(self) -> np.ndarray:
         return np.array([sum(1 << token for token in range(VOCAB) if toy_allows(self.seen, token))], np.uint32)
 
-    def advance(self, token_ids, start: int) -> bool:
-        for token in token_ids[start + len(self.seen) :]:
+    def advance(self, output_token_ids) -> bool:
+        for token in output_token_ids[len(self.seen) :]:
             if not toy_allows(self.seen, token):
                 return False
             self.seen += (token,)
@@ -60,6 +127,19 @@ class ToyGrammar:
         return ToyGrammar(self.seen)
 
 
+def toy_engine(*, seed: int = 0, tokenizer: Tokenizer | None = TOKENIZER, **knobs) -> Engine:
+    """An engine without a model whose tokens depend on every sampling parameter."""
+    engine = fake_engine(vocab_size=VOCAB, seed=seed, tokenizer=tokenizer, max_model_len=24, **knobs)
+    assert engine.config.num_pages is not None
+    engine.runner = SamplingRunner(
+        num_pages=engine.config.num_pages,
+        page_size=engine.config.page_size,
+        vocab_size=VOCAB,
+        num_host_pages=engine.config.num_host_pages or 0,
+    )
+    return engine
+
+
 class MismatchError(Exception):
     """The engine did something it must not."""
 
@@ -67,7 +147,7 @@ class MismatchError(Exception):
 class History:
     """One engine, and what should be true of it."""
 
-    def __init__(self, seed: int = 0, **knobs) -> None:
+    def __init__(self, seed: int = 0, *, tokenizer: Tokenizer | None = TOKENIZER, **knobs) -> None:
         self.random = random.Random(seed)
         knobs = {
             "page_size": 2,
@@ -76,21 +156,30 @@ class History:
             "max_num_seqs": 4,
             "max_num_batched_tokens": 8,
         } | knobs
-        self.engine = fake_engine(vocab_size=VOCAB, seed=seed, max_model_len=24, **knobs)
+        self.engine = toy_engine(seed=seed, tokenizer=tokenizer, **knobs)
+        self.tokenizer = tokenizer
         self.alive: list[Sequence] = []
+        self.requests: dict[str, tuple[Request, type[ToyGrammar] | None]] = {}
+        """What was asked for, by id; the engine's own record is not trusted."""
         self.states: dict[Sequence, tuple[int, int]] = {}
         """Sequence -> how many of its tokens are hashed, and the hash."""
+        self.grammars: dict[Sequence, Grammar] = {}
+        """Readers of the outputs of constrained sequences, apart from the engine's own."""
+        self.read: dict[Sequence, str] = {}
+        """Sequence -> its text so far, of those that somebody reads as it comes."""
         self.mixed: set[str] = set()
         """Requests whose KV may come from two versions: their tokens are not foretold, only their pages checked."""
-        self.constrained: set[str] = set()
-        """Requests with a grammar."""
         self.num_requests = 0
         self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
+        self.met: Counter[tuple[str, str]] = Counter()
+        """(What happened, field of `SamplingParams`) -> sequences it happened to for which the field was set."""
+        self.undisturbed: dict[str, tuple[list[Sequence], int]] = {}
+        """Families that nobody forks, ends or changes weights under, and their weights: run once more, alone."""
 
     @property
-    def runner(self) -> FakeRunner:
-        assert isinstance(self.engine.runner, FakeRunner)
+    def runner(self) -> SamplingRunner:
+        assert isinstance(self.engine.runner, SamplingRunner)
         return self.engine.runner
 
     def play(self, rule: str) -> None:
@@ -117,38 +206,68 @@ class History:
 
     # -- rules ---------------------------------------------------------------------------------------------------
 
-    def add(self, length: int | None = None, **params) -> None:
+    def add(self) -> None:
         rng = self.random
-        root = rng.choice(ROOTS)
-        length = rng.randint(1, 12) if length is None else length
+        root, length = rng.choice(ROOTS), rng.randint(1, 12)
         prompt = [*root[: length - 1], rng.randrange(1, VOCAB)] if rng.random() < 0.3 else root[:length]
-        constrained = not params and rng.random() < 0.15
-        if not params:
-            params = {"max_tokens": rng.randint(1, 8), "n": rng.choice((1, 1, 1, 2, 3))}
-            if rng.random() < 0.5:
-                params["temperature"] = 0.0
-            if rng.random() < 0.1:
-                params |= {"prompt_logprobs": True, "max_tokens": rng.randint(0, 3)}
-            if rng.random() < 0.1:
-                params["min_tokens"] = min(2, params["max_tokens"])
-            if rng.random() < 0.1:
-                params["stop_token_ids"] = (rng.randrange(1, VOCAB),)
-            if rng.random() < 0.1:
-                params["stop"] = [[rng.randrange(1, VOCAB)]]  # the host's to find
-        self.num_requests += 1
+        params = SamplingParams(**random_params(rng, self.tokenizer is not None))
         request = Request(
-            id=f"r{self.num_requests}",
+            id=f"r{self.num_requests + 1}",
             prompt_token_ids=tuple(prompt),
-            params=SamplingParams(seed=self.num_requests, **params),
+            params=params,
             priority=rng.choice((0, 0, 0, 1, -1)),
             cache_salt=rng.choice(("", "", "", "tenant")),
             stream=rng.random() < 0.2,
         )
-        grammar = ToyGrammar() if constrained else None
-        if constrained:
-            self.constrained.add(request.id)
+        self.admit(request, ToyGrammar if params.structured is None and rng.random() < 0.1 else None)
+
+    def admit(self, request: Request, toy: type["ToyGrammar"] | None = None) -> None:
+        """Add a request; one that its grammar leaves nothing to draw for must be refused."""
+        self.num_requests += 1
+        self.requests[request.id] = request, toy
+        grammar = self.fresh_grammar(request.id)
+        if grammar is not None:
             self.done["constrained"] += 1
-        self.alive += self.engine.add(request, grammar)
+        has_beginning = grammar is None or allowed_tokens(grammar, request.params, self.eos_ids(request.id), 0)
+        try:
+            sequences = self.engine.add(request, self.fresh_grammar(request.id))
+        except RequestError:
+            del self.requests[request.id]
+            if has_beginning:
+                raise
+            return
+        if len(sequences) != request.params.n or not has_beginning:
+            raise MismatchError(f"{request.id}: {len(sequences)} sequences of {request.params.n}")
+        self.alive += sequences
+        self.undisturbed[request.id] = sequences, self.runner.weights
+        if request.stream:
+            self.read.update(dict.fromkeys(sequences, ""))
+        self.meet("add", sequences)
+
+    def params(self, sequence: Sequence) -> SamplingParams:
+        return self.requests[sequence.request.id][0].params
+
+    def eos_ids(self, request_id: str) -> frozenset[int]:
+        return frozenset() if self.requests[request_id][0].params.ignore_eos else EOS_IDS
+
+    def max_tokens(self, sequence: Sequence) -> int:
+        most, config = self.params(sequence).max_tokens, self.engine.config
+        if most is not None:
+            return most
+        assert config.num_pages is not None
+        return min(self.engine.max_model_len, config.num_pages * config.page_size + 1) - sequence.prompt_len
+
+    def fresh_grammar(self, request_id: str) -> Grammar | None:
+        request, toy = self.requests[request_id]
+        if request.params.structured is not None:
+            return GRAMMARS.compile(request.params.structured, trusted=True)
+        return toy and toy()
+
+    def meet(self, what: str, sequences: list[Sequence]) -> None:
+        """Take note of what happened to sequences with which parameters."""
+        for sequence in sequences:
+            params = self.params(sequence)
+            self.met.update((what, name) for name in FIELDS if getattr(params, name) != getattr(DEFAULTS, name))
 
     def step(self) -> None:
         first = min((s for s in self.alive), key=lambda s: s.order, default=None)
@@ -161,18 +280,25 @@ class History:
             return
         if had_work and self.runner.num_runs == runs_before:
             raise MismatchError("there is work and nothing runs")
-        for sequence, token_ids, reason in events:
-            for i in range(len(token_ids)):
-                self.expect(sequence, len(sequence.tokens) - len(token_ids) + i)
-            if token_ids and sequence.weight_versions[-1] != self.engine.scheduler.tables.weights.version:
-                raise MismatchError(f"{sequence.request.id}/{sequence.index}: a token of another version")
-            if reason:
-                self.expect_whole(sequence)
-            if reason is FinishReason.ABORT and not self.forbids_all(sequence):
-                raise MismatchError(f"{sequence.name}: its grammar gave up")
+        for event in events:
+            self.expect_event(event)
         self.forget_finished()
         if first is not None and first.state is not SequenceState.FINISHED:
             self.watch(first, before != (first.num_computed, len(first.tokens)))
+
+    def expect_event(self, event: TokenEvent) -> None:
+        sequence, token_ids, reason = event
+        for i in range(len(token_ids)):
+            self.expect(sequence, len(sequence.tokens) - len(token_ids) + i)
+        if token_ids and sequence.weight_versions[-1] != self.engine.scheduler.tables.weights.version:
+            raise MismatchError(f"{sequence.name}: a token of another version")
+        if len(token_ids) > 1:
+            self.meet("rounds", [sequence])
+        if sequence in self.read and not reason:
+            self.read[sequence] += new_text(sequence)
+        if reason:
+            self.expect_end(sequence, reason)
+            self.alive.remove(sequence)
 
     def watch(self, first: Sequence, advanced: bool) -> None:
         """The first in order always advances."""
@@ -182,63 +308,117 @@ class History:
         if steps >= PATIENCE:
             raise MismatchError(f"{first.request.id}/{first.index} is first in order and does not advance")
 
-    def expect_whole(self, sequence: Sequence) -> None:
-        """Nothing that was asked for is missing from a sequence that has ended by itself."""
-        scored = sequence.prompt_len if sequence.params.prompt_logprobs else 1
-        if len(sequence.prompt_logprobs) != scored or len(sequence.weight_versions) != sequence.num_output:
-            raise MismatchError(
-                f"{sequence.request.id}/{sequence.index}: {len(sequence.prompt_logprobs)} tokens scored"
-            )
-
     def expect(self, sequence: Sequence, position: int) -> None:
-        """The token at a position follows from those before it."""
+        """The token at a position follows from those before it, and its log-probabilities are its own."""
+        params, token = self.params(sequence), sequence.tokens[position]
+        at = position - sequence.prompt_len
+        if params.logprobs is not None and sequence.logprobs[at].token_id != token:
+            raise MismatchError(f"{sequence.name}: log-probabilities of another token at {position}")
         if sequence.request.id in self.mixed:
             return
+        state = self.state(sequence, position)
+        stop_ids = {*self.eos_ids(sequence.request.id), *params.stop_token_ids}
+        mixed = drawn_from(state, params, sequence.tokens[:position], sequence.prompt_len, stop_ids)
+        draws = (params.seed, sequence.index, position) if params.temperature else ()
+        must = next_token(mixed, VOCAB, *draws)  # pyright: ignore[reportArgumentType]
+        allowed = self.allowed(sequence, position)
+        while must not in allowed:
+            must = (must + 1) % VOCAB
+        if token != must:
+            raise MismatchError(f"{sequence.name}: {token} at {position}, must be {must}")
+        if params.logprobs is not None:
+            k = params.logprobs
+            tops = tuple(top(state)[:k]), logprob(mixed, token), tuple(top(mixed)[:k])
+            if sequence.logprobs[at] != TokenLogprob(token, logprob(state, token), *tops):
+                raise MismatchError(f"{sequence.name}: {sequence.logprobs[at]} at {position}")
+
+    def state(self, sequence: Sequence, position: int) -> int:
+        """The hash of all tokens before a position, under the weights of now."""
         hashed, state = self.states.get(sequence, (0, 0))
         for token in sequence.tokens[hashed:position]:
             state = hash_step(state, token, self.runner.weights)
         self.states[sequence] = (position, state)
-        params, token = sequence.params, next_token(state, VOCAB)
-        if params.temperature:
-            token = next_token(state, VOCAB, sequence.seed, sequence.index, position)
-        forbidden = self.forbidden(sequence, position)
-        while token in forbidden:
-            token = (token + 1) % VOCAB
-        if token != sequence.tokens[position]:
-            raise MismatchError(
-                f"{sequence.request.id}/{sequence.index}: {sequence.tokens[position]} at {position}, must be {token}"
-            )
+        return state
 
-    def forbidden(self, sequence: Sequence, position: int) -> set[int]:
-        """Tokens that may not be drawn at a position."""
-        output = tuple(sequence.tokens[sequence.prompt_len : position])
-        forbidden = set(sequence.stop_ids if len(output) < sequence.params.min_tokens else ())
-        if sequence.request.id in self.constrained:
-            ends = sequence.eos_ids if toy_accepts(output) else frozenset()
-            forbidden |= {t for t in range(VOCAB) if not toy_allows(output, t) and t not in ends}
-        return forbidden
+    def allowed(self, sequence: Sequence, position: int) -> set[int] | frozenset[int]:
+        """Tokens that may be drawn at a position."""
+        params, eos_ids = self.params(sequence), self.eos_ids(sequence.request.id)
+        num_output = position - sequence.prompt_len
+        grammar = self.grammars.get(sequence) or self.fresh_grammar(sequence.request.id)
+        if grammar is not None:
+            self.grammars[sequence] = grammar
+            grammar.advance(sequence.tokens[sequence.prompt_len : position])
+            return allowed_tokens(grammar, params, eos_ids, num_output)
+        return EVERY_TOKEN - eos_ids - set(params.stop_token_ids) if num_output < params.min_tokens else EVERY_TOKEN
 
-    def forbids_all(self, sequence: Sequence) -> bool:
-        return len(self.forbidden(sequence, len(sequence.tokens))) == VOCAB
+    def expect_end(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """A sequence ended where its tokens say; without a reason it was ended from outside, at any place before.
+
+        Nothing that was asked for is missing, and its text is that of its tokens.
+        """
+        params, output = self.params(sequence), sequence.output_token_ids
+        end = expected_end(
+            params,
+            output,
+            max_tokens=self.max_tokens(sequence),
+            eos_ids=EOS_IDS,
+            tokenizer=self.tokenizer,
+            grammar=self.fresh_grammar(sequence.request.id),
+        )
+        text = self.read.pop(sequence, "") + new_text(sequence)
+        if text != end.text or end.num_output != len(output):
+            raise MismatchError(f"{sequence.name}: {text!r} of {output}, must be {end}")
+        if reason != end.reason and (reason or output):
+            raise MismatchError(f"{sequence.name}: ended with {reason} after {output}, must be {end}")
+        num_logprobs = 0 if params.logprobs is None else len(output)
+        if (len(sequence.logprobs), len(sequence.weight_versions)) != (num_logprobs, len(output)):
+            raise MismatchError(f"{sequence.name}: {len(sequence.logprobs)} log-probabilities, must be {num_logprobs}")
+        scored, prompt = sequence.prompt_logprobs, sequence.request.prompt_token_ids
+        if reason and len(scored) != (len(prompt) if params.prompt_logprobs else 1):
+            raise MismatchError(f"{sequence.name}: {len(scored)} prompt tokens scored")
+        if any(entry and entry.token_id != token for entry, token in zip(scored, prompt, strict=False)):
+            raise MismatchError(f"{sequence.name}: {scored} are not of the prompt")
+        if sequence.num_cached_tokens:
+            self.meet("prefix", [sequence])
+        if reason is None:
+            self.undisturbed.pop(sequence.request.id, None)
+        self.grammars.pop(sequence, None)
+        self.states.pop(sequence, None)
 
     def fork(self) -> None:
-        able = [s for s in self.alive if s.num_output and s.state is not SequenceState.FINISHED]
+        able = [s for s in self.alive if s.num_output]
         if able and len(self.alive) < 24:
-            self.alive.append(self.engine.fork(self.random.choice(able)))
+            child = self.fork_one(self.random.choice(able))
+            if self.random.random() < 0.3:
+                self.read[child] = ""
 
-    def abort_one(self) -> None:
+    def fork_one(self, parent: Sequence) -> Sequence:
+        child = self.engine.fork(parent)
+        if (child.tokens, child.logprobs) != (parent.tokens, parent.logprobs):
+            raise MismatchError(f"{child.name} does not begin as {parent.name}")
+        self.undisturbed.pop(parent.request.id, None)
+        self.alive.append(child)
+        self.meet("fork", [child])
+        return child
+
+    def abort_one(self, target: Sequence | None = None) -> None:
         if self.alive:
-            self.engine.abort(self.random.choice(self.alive))
+            target = target or self.random.choice(self.alive)
+            self.meet("abort", [target])
+            self.engine.abort(target)
             self.forget_finished()
 
     def abort_request(self) -> None:
         if self.alive:
-            self.engine.abort(self.random.choice(self.alive).request.id)
+            target = self.random.choice(self.alive)
+            self.meet("abort", [target])
+            self.engine.abort(target.request.id)
             self.forget_finished()
 
     def abort_in_flight(self) -> None:
         if self.alive:
             target = self.random.choice(self.alive)
+            self.meet("abort in flight", [target])
             self.runner.during_run = lambda: self.engine.abort(target) and None
             self.step()
             self.runner.during_run = None
@@ -246,26 +426,34 @@ class History:
     def preempt(self, swap: bool | None = None) -> None:
         running = self.engine.scheduler.running
         if running:
-            swap = self.random.choice((True, False, None)) if swap is None else swap
-            self.engine.scheduler.preempt(self.random.choice(running), swap=swap)
+            swap = self.random.choice((True, True, False, None)) if swap is None else swap
+            target = self.random.choice(running)
+            self.engine.scheduler.preempt(target, swap=swap)
+            self.meet("swap" if target.state is SequenceState.SWAPPED else "recompute", [target])
 
     def evict(self) -> None:
         self.engine.scheduler.tables.evict(self.random.randint(1, 6))
 
     def fail(self) -> None:
+        self.meet("failing step", self.engine.scheduler.running)
         self.runner.fail_next = self.random.choice(("before", "inside"))
         self.step()
         self.runner.fail_next = None
 
     def set_weights(self, running: str | None = None) -> None:
-        running = running or self.random.choice(("keep", "recompute", "abort"))
+        running = running or self.random.choice(("keep", "keep", "recompute", "abort"))
+        begun = [s for s in self.alive if any(m.num_computed for m in s.family)]
+        self.meet(f"weights, {running}", begun)
+        for sequence in self.alive:
+            self.undisturbed.pop(sequence.request.id, None)
         if running == "keep":
-            self.mixed |= {s.request.id for s in self.alive if any(m.num_computed for m in s.family)}
+            self.mixed |= {s.request.id for s in begun}
         self.engine.set_weights(self.runner.weights + 1, version=self.runner.weights + 1, running=running)  # type: ignore
         self.states.clear()
         self.forget_finished()
 
     def reset(self) -> None:
+        self.meet("reset", self.alive)
         self.engine.reset()
         self.forget_finished()
 
@@ -280,9 +468,12 @@ class History:
             raise MismatchError(f"{stats} and the page map disagree: {held} held, {entries} entries")
 
     def forget_finished(self) -> None:
-        self.alive = [s for s in self.alive if s.state is not SequenceState.FINISHED]
-        for sequence in [s for s in self.states if s.state is SequenceState.FINISHED]:
-            del self.states[sequence]
+        """Who was ended from outside is checked for the last time."""
+        ended = [s for s in self.alive if s.state is SequenceState.FINISHED]
+        if ended:
+            self.alive = [s for s in self.alive if s.state is not SequenceState.FINISHED]
+        for sequence in ended:
+            self.expect_end(sequence, None)
 
     def drain(self) -> None:
         """Run until nothing is left; what was asked for ends."""
@@ -293,6 +484,32 @@ class History:
             self.step()
             self.check()
         raise MismatchError("2,000 steps did not end what there was to do")
+
+    def replay(self) -> None:
+        """Run some requests once more, each alone in a fresh engine: all that a client sees must be the same."""
+        ids = self.random.sample(sorted(self.undisturbed), min(REPLAYED, len(self.undisturbed)))
+        engine = toy_engine(num_pages=64, prefix_cache=False, tokenizer=self.tokenizer)
+        for request_id in ids:
+            sequences, weights = self.undisturbed[request_id]
+            engine.set_weights(weights, version=weights)
+            request, _ = self.requests[request_id]
+            params = replace(request.params, max_tokens=self.max_tokens(sequences[0]))
+            again = engine.add(replace(request, params=params, priority=0), self.fresh_grammar(request_id))
+            while engine.has_work:
+                engine.step()
+            for sequence, alone in zip(sequences, again, strict=True):
+                if visible(sequence) != visible(alone):
+                    raise MismatchError(f"{sequence.name}: {visible(sequence)}, alone it is {visible(alone)}")
+            self.done["replayed"] += 1
+
+
+def visible(sequence: Sequence) -> tuple:
+    """All that a client sees of a sequence that has ended and been read."""
+    assert sequence.detokenizer is None or isinstance(sequence.detokenizer, Detokenizer)
+    new_text(sequence)
+    text = sequence.detokenizer and sequence.detokenizer.text
+    seen = (sequence.finish_reason, sequence.output_token_ids, text, sequence.logprobs, sequence.weight_versions)
+    return (*seen, sequence.prompt_logprobs)
 
 
 CONFIGS = [
@@ -307,13 +524,17 @@ CONFIGS = [
 """Pools from cramped to ample: a request may need all but a few pages of the smallest; one round or many."""
 
 
-def play_history(seed: int, num_operations: int) -> Counter[str]:
-    """One seeded history from the first request to the last page back; raises where anything is wrong."""
+def play_history(seed: int, num_operations: int) -> Counter:
+    """One seeded history from the first request to the last page back; raises where anything is wrong.
+
+    Returns how often what happened, and how often it met a request with which of its parameters set.
+    """
     history = History(seed, **CONFIGS[seed % len(CONFIGS)])
     rules, weights = list(WEIGHTS), list(WEIGHTS.values())
     for rule in history.random.choices(rules, weights, k=num_operations):
         history.play(rule)
     history.drain()
+    history.replay()
     stats = history.engine.stats()
     history.done.update(
         {
@@ -325,4 +546,4 @@ def play_history(seed: int, num_operations: int) -> Counter[str]:
         }
     )
     history.done.update({"copies": stats.page_copies, "cached tokens": stats.cached_tokens})
-    return history.done
+    return history.done + history.met

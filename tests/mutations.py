@@ -3,13 +3,18 @@
 A mutation is a function that patches classes through pytest's monkeypatch; its name says what goes wrong.
 """
 
+from dataclasses import replace
+
 from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.pages import PageAllocator
 from quire.core.planner import Planner
 from quire.core.prefix_cache import PrefixCache
 from quire.core.scheduler import Scheduler
-from quire.core.sequence import SequenceState
-from tests.histories import ToyGrammar
+from quire.core.sequence import Sequence, SequenceState
+from quire.engine import packer
+from quire.engine.engine import Engine
+from quire.text.detokenizer import Detokenizer
+from tests.histories import DEFAULTS, FIELDS, ToyGrammar
 
 MUTATIONS = {}
 
@@ -29,15 +34,15 @@ def skip_a_decrement(patch):
 @mutation
 def share_a_partial_page(patch):
     """A fork takes the parent's last page as it is, instead of a copy."""
-    find = PageTables.find
+    find_prefix = PageTables.find_prefix
 
     def find_whole(self, sequence, unwritten=()):
-        found = find(self, sequence, unwritten)
+        found = find_prefix(self, sequence, unwritten)
         if found.copy_from is None:
             return found
         return ReusedPrefix([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
 
-    patch.setattr(PageTables, "find", find_whole)
+    patch.setattr(PageTables, "find_prefix", find_whole)
 
 
 @mutation
@@ -137,6 +142,20 @@ def leave_the_version_out_of_the_hash(patch):
 
 
 @mutation
+def mix_the_swapped_with_new_weights(patch):
+    """A swapped sequence of old weights begins with pages that new ones have computed."""
+    find_prefix = PageTables.find_prefix
+
+    def find_any(self, sequence, unwritten=()):
+        if sequence.state is not SequenceState.SWAPPED:
+            return find_prefix(self, sequence, unwritten)
+        pages = self._match(sequence, sequence.num_computed)
+        return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
+
+    patch.setattr(PageTables, "find_prefix", find_any)
+
+
+@mutation
 def leave_the_salt_out_of_the_hash(patch):
     """One tenant finds another tenant's pages."""
     import quire.core.prefix_cache as module
@@ -190,8 +209,8 @@ def poison_what_was_just_filled(patch):
 @mutation
 def copy_from_the_unwritten(patch):
     """A fork copies from a relative whose own pages are only filled by the same plan."""
-    find = PageTables.find
-    patch.setattr(PageTables, "find", lambda self, sequence, unwritten=(): find(self, sequence, ()))
+    find_prefix = PageTables.find_prefix
+    patch.setattr(PageTables, "find_prefix", lambda self, sequence, unwritten=(): find_prefix(self, sequence, ()))
 
 
 @mutation
@@ -223,7 +242,7 @@ def drop_the_last_score(patch):
 @mutation
 def go_on_past_the_pages(patch):
     """Rows may run more rounds than their pages hold."""
-    patch.setattr(PageTables, "reach", lambda self, sequence, end: end)
+    patch.setattr(PageTables, "reachable_end", lambda self, sequence, end: end)
     grow = PageTables.grow
     patch.setattr(
         PageTables, "grow", lambda self, sequence, end: grow(self, sequence, min(end, len(sequence.tokens) + 1))
@@ -281,3 +300,81 @@ def go_on_without_the_grammar(patch):
             row.sequence.grammar = grammar
 
     patch.setattr(Scheduler, "_reserve_ahead", reserve_for_all)
+
+
+@mutation
+def share_a_detokenizer(patch):
+    """A fork reads its tokens with its parent's decoder."""
+    patch.setattr(Detokenizer, "fork", lambda self: self)
+
+
+@mutation
+def forget_what_was_read(patch):
+    """A fork's text begins where it was cut off its parent."""
+    fork = Detokenizer.fork
+
+    def fork_and_forget(self):
+        other = fork(self)
+        other._num_taken = self._num_taken
+        return other
+
+    patch.setattr(Detokenizer, "fork", fork_and_forget)
+
+
+@mutation
+def share_half_a_character(patch):
+    """A fork does not know of the bytes that its parent has decoded half."""
+    fork = Detokenizer.fork
+
+    def fork_at_a_character(self):
+        other = fork(self)
+        other._utf8.reset()
+        return other
+
+    patch.setattr(Detokenizer, "fork", fork_at_a_character)
+
+
+@mutation
+def share_the_log_probabilities(patch):
+    """A fork and its parent write to one list."""
+    fork = Sequence.fork
+
+    def fork_without_a_copy(self):
+        child = fork(self)
+        child.logprobs = self.logprobs
+        return child
+
+    patch.setattr(Sequence, "fork", fork_without_a_copy)
+
+
+@mutation
+def penalise_by_the_first_row(patch):
+    """Penalties look at the tokens of whoever comes first in the batch."""
+    pack = packer.pack_samples
+
+    def pack_with_row_0(samples, num_samples):
+        inputs = pack(samples, num_samples)
+        return inputs if inputs.row_S is None else replace(inputs, row_S=inputs.row_S * 0)
+
+    patch.setattr(packer, "pack_samples", pack_with_row_0)
+
+
+def ignore(name):
+    """The engine never sees one of the sampling parameters."""
+
+    def put_in(patch):
+        add = Engine.add
+
+        def add_without(self, request, grammar=None):
+            try:
+                params = replace(request.params, **{name: getattr(DEFAULTS, name)})
+            except ValueError:  # the others make no sense without it
+                return add(self, request, grammar)
+            return add(self, replace(request, params=params), None if name == "structured" else grammar)
+
+        patch.setattr(Engine, "add", add_without)
+
+    return put_in
+
+
+MUTATIONS |= {f"ignore_{name}": ignore(name) for name in FIELDS}

@@ -309,8 +309,8 @@ class FailsAtThree:
     def mask(self):
         return np.full(1, 0xFFFFFFFF, np.uint32)
 
-    def advance(self, token_ids, start):
-        return len(token_ids) - start < 3
+    def advance(self, output_token_ids):
+        return len(output_token_ids) < 3
 
     def copy(self):
         return self

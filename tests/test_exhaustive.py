@@ -13,6 +13,7 @@ import pytest
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence
+from quire.engine.stats import StepTimer
 from tests.histories import History
 
 SECONDS = 120
@@ -32,9 +33,15 @@ def standing_clock() -> float:
 
 def beginning() -> History:
     history = History(
-        num_pages=4, page_size=2, num_host_pages=2, max_num_seqs=2, max_num_batched_tokens=3, preemption="swap"
+        tokenizer=None,
+        num_pages=4,
+        page_size=2,
+        num_host_pages=2,
+        max_num_seqs=2,
+        max_num_batched_tokens=3,
+        preemption="swap",
     )
-    history.engine._clock = standing_clock
+    history.engine._timer = StepTimer(standing_clock)
     history.random = None  # pyright: ignore
     return history
 
@@ -44,11 +51,11 @@ def operations(history: History) -> Iterator[tuple[str, Callable[[History], obje
     engine, scheduler = history.engine, history.engine.scheduler
     yield "step", History.step
     for request in REQUESTS[history.num_requests :][:1]:
-        yield f"add {request.id}", lambda h, request=request: add(h, request)
+        yield f"add {request.id}", lambda h, request=request: h.admit(request)
     for i, sequence in enumerate(history.alive):
-        yield f"abort {i}", lambda h, i=i: (h.engine.abort(h.alive[i]), h.forget_finished())
+        yield f"abort {i}", lambda h, i=i: h.abort_one(h.alive[i])
         if sequence.num_output and len(sequence.family) < 3:
-            yield f"fork {i}", lambda h, i=i: h.alive.append(h.engine.fork(h.alive[i]))
+            yield f"fork {i}", lambda h, i=i: h.fork_one(h.alive[i])
     for i in range(len(scheduler.running)):
         for swap in (True, False):
             yield f"preempt {i} {swap}", lambda h, i=i, swap=swap: preempt(h, i, swap)
@@ -57,11 +64,6 @@ def operations(history: History) -> Iterator[tuple[str, Callable[[History], obje
     if engine.stats().weight_version == 0:
         yield "weights keep", lambda h: h.set_weights("keep")
         yield "weights recompute", lambda h: h.set_weights("recompute")
-
-
-def add(history: History, request: Request) -> None:
-    history.num_requests += 1
-    history.alive += history.engine.add(request)
 
 
 def preempt(history: History, i: int, swap: bool) -> None:

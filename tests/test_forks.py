@@ -7,8 +7,12 @@ from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sequence import SequenceState
 from quire.core.stopping import FinishReason
+from quire.llm import new_text
+from quire.structured.form import Structured
 from quire.testing import InjectedError, fake_engine
+from tests.reference import expected_end
 from tests.tiny import tiny_config, tiny_llm
+from tests.words import tiny_tokenizer, toy_tokenizer
 
 
 def request(i="r", prompt_len=10, **params) -> Request:
@@ -163,6 +167,90 @@ def test_forks_that_have_ended_are_forgotten():
     assert len(indices) == 50, "no two draw alike"
     assert root.family == [root]
     assert e.abort("r") == 1
+
+
+FORK_PARAMS = {
+    "plain": {},
+    "stop strings": {"stop": ["ab a", "bb", "\u00e9"]},
+    "included stop": {"stop": ["aa", "ba"], "include_stop": True, "min_tokens": 4},
+    "stop ids": {"stop": [[3, 1], [5, 5], [2]], "stop_token_ids": [7]},
+    "strings and ids": {"stop": ["ab", [9, 10], [4, 5, 6]], "min_tokens": 6},
+    "special tokens": {"skip_special": False, "stop": ["<special>a", "l>b"]},
+    "log-probabilities": {"logprobs": 3, "prompt_logprobs": True, "stop": ["aba"]},
+    "penalties": {"presence_penalty": 1.0, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "stop": ["aba"]},
+    "grammar": {"structured": Structured(regex="[ab]{4,9}( a)+"), "stop": ["b a"], "min_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+@pytest.mark.parametrize("params", FORK_PARAMS.values(), ids=FORK_PARAMS)
+def test_a_fork_says_what_its_tokens_say_alone(params, reads):
+    """Wherever it is cut off its parent, and whether or not somebody has read the parent's text by then."""
+    num_forks, reasons = 0, set()
+    for seed in range(12):
+        for fork_at in range(1, 8):
+            e = fake_engine(tokenizer=toy_tokenizer(), max_rounds=2, num_pages=40, debug=True)
+            (parent,) = e.add(request(prompt_len=6, **{"seed": seed, "max_tokens": 14, "ignore_eos": True} | params))
+            parent_read = ""
+            while parent.num_output < fork_at and not parent.finish_reason:
+                e.step()
+                parent_read += new_text(parent) if reads else ""
+            if parent.finish_reason:
+                continue
+            child = e.fork(parent)
+            so_far = list(parent.tokens)
+            while e.has_work:
+                e.step()
+                parent_read += new_text(parent) if reads else ""
+            num_forks += 1
+            reasons.add(child.finish_reason)
+            assert child.tokens[: len(so_far)] == so_far
+            for sequence, read in ((parent, parent_read), (child, "")):
+                form = sequence.params.structured
+                grammar = form and e.compile_grammar(form, trusted=True)
+                more = {"max_tokens": 14, "eos_ids": e.eos_ids, "tokenizer": e.tokenizer, "grammar": grammar}
+                expected = expected_end(sequence.params, sequence.output_token_ids, **more)
+                assert (sequence.num_output, sequence.finish_reason, read + new_text(sequence)) == expected
+                assert len(sequence.logprobs) == (sequence.num_output if sequence.params.logprobs else 0)
+    assert num_forks > 20
+    assert len(reasons) > 1 or params == {}
+
+
+def test_a_stop_string_that_began_before_the_fork_ends_the_child():
+    def run(stop=()):
+        e = fake_engine(tokenizer=toy_tokenizer(), num_pages=40, eos_ids=(), debug=True)
+        (parent,) = e.add(request(prompt_len=6, seed=4, max_tokens=20, ignore_eos=True, stop=stop))
+        while parent.num_output < 6:
+            e.step()
+        child = e.fork(parent)
+        while e.has_work:
+            e.step()
+        return new_text(parent), new_text(child), child
+
+    _, free, child = run()
+    before = toy_tokenizer().decode(child.output_token_ids[:6])
+    stop = free[len(before) - 1 : len(before) + 1]
+    assert stop not in before
+    assert len(stop) == 2
+    _, text, child = run([stop])
+    assert (text, child.finish_reason) == (free[: len(before) - 1], FinishReason.STOP)
+
+
+def test_forking_a_stream_in_the_middle():
+    with tiny_llm(tiny_config(eos_ids=()), tokenizer=tiny_tokenizer(), max_num_seqs=2, debug=True) as llm:
+        params = SamplingParams(seed=3, max_tokens=24, ignore_eos=True, stop=["never said"])
+        text, child = "", None
+        for chunk in llm.stream([5, 6, 7], params):
+            text += chunk.text
+            if len(text) > 4 and child is None:
+                (sequence,) = llm.engine.scheduler.running
+                child = llm.engine.fork(sequence)
+                inherited = sequence.num_output
+        assert child is not None
+        assert text == llm.tokenizer.decode(sequence.output_token_ids)
+        assert child.finish_reason, "leaving the stream ends every sequence of the request"
+        assert child.num_output > inherited
+        assert new_text(child) == llm.tokenizer.decode(child.output_token_ids)
 
 
 def test_a_request_that_fails_twice_on_the_device_ends_with_its_unborn():

@@ -149,11 +149,20 @@ def test_a_closed_llm_says_so(smollm2_gguf):
 
 
 INTERRUPTED = """
-    import os, signal, sys, threading, time
+    import signal, sys
     from quire import LLM, SamplingParams
     llm = LLM(sys.argv[1], quiet=True, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=1024)
     params = SamplingParams(max_tokens=900, ignore_eos=True)
-    threading.Timer(1.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    run, runs = llm.engine.runner.run, []
+
+    def run_and_interrupt(inputs):
+        handle = run(inputs)
+        runs.append(None)
+        if len(runs) == 10:
+            signal.raise_signal(signal.SIGINT)  # while the device computes
+        return handle
+
+    llm.engine.runner.run = run_and_interrupt
     try:
         llm.generate(["a", "b", "c", "d", "e", "f"], params)
         print("not interrupted")

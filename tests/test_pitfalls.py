@@ -16,7 +16,8 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
-from quire.engine.packer import Packer, step_shapes
+from quire.engine.packer import Packer
+from quire.engine.step_shapes import step_shapes
 from tests.core.fake import Arrivals, scheduler
 
 SRC = Path(__file__).resolve().parents[1] / "src" / "quire"
@@ -29,11 +30,12 @@ def test_pitfall_2_every_index_has_the_rank_its_reader_expects(lengths):
     for length in lengths:
         s.add(arrive(length))
     shapes = step_shapes(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
-    inputs = Packer(shapes, page_size=4, num_pages=32, pages_per_row=10).pack(s.schedule())
+    inputs = Packer(shapes, page_size=4, num_pages=32).pack(s.schedule())
     shape = inputs.shape
     assert inputs.tokens_T.shape == inputs.layout.positions_T.shape == inputs.layout.destinations_T.shape
     assert inputs.tokens_T.shape == (shape.num_tokens,)
-    assert inputs.layout.page_table_BP.shape == (shape.num_rows, 10)
+    assert inputs.page_ids.cu_lens_B1.shape == (shape.num_rows + 1,)
+    assert inputs.page_ids.ids_X.shape == (sum(-(-length // 4) for length in lengths),)
     assert inputs.layout.kv_lens_B.shape == (shape.num_rows,)
     assert inputs.layout.cu_q_lens_B1.shape == (shape.num_rows + 1,)
     assert inputs.samples.packed_index_S.shape == (shape.num_samples,)

@@ -139,9 +139,9 @@ def test_a_weight_sync_leaves_the_pool_where_it_is(llm):
     engine = llm.engine
     tokens(llm, [SHARED])
     cached = engine.stats().cached_pages
-    pool = [array.unsafe_buffer_pointer() for layer in engine.runner._cache.layers for array in layer]
+    pool = [array.unsafe_buffer_pointer() for layer in engine.runner._cache.layers for array in layer.arrays]
     engine.set_weights(tiny_params(tiny_config()), version=f"{engine.stats().weight_version}+1")
-    assert [array.unsafe_buffer_pointer() for layer in engine.runner._cache.layers for array in layer] == pool
+    assert [array.unsafe_buffer_pointer() for layer in engine.runner._cache.layers for array in layer.arrays] == pool
     assert engine.stats().cached_pages == cached
 
 

@@ -166,7 +166,7 @@ def test_timing_tells_the_parts_of_a_step_apart(caplog):
     engine.add(request("a", temperature=0, max_tokens=60))
     engine.step()
     before = engine.stats().timing
-    engine._logged_at -= 1
+    engine._timing_log._logged_at -= 1
     engine.step()
     spent = engine.stats().timing - before
     assert min(spent.plan_s, spent.dispatch_s, spent.wait_s, spent.output_s) > 0

@@ -18,7 +18,7 @@ from quire.checkpoint import tokenizer_files
 from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
 from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.text import pieces
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 TEXTS = [
@@ -94,7 +94,7 @@ def test_smollm2_agrees_with_the_oracle_on_any_text(smollm2: Tokenizer, oracle: 
 def test_smollm2_decodes_any_ids_like_the_oracle_also_as_a_stream(
     smollm2: Tokenizer, oracle: tokenizers.Tokenizer, ids: list[int]
 ):
-    stream = TextStream(smollm2)
+    stream = Detokenizer(smollm2)
     text = ""
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])
@@ -105,7 +105,7 @@ def test_smollm2_decodes_any_ids_like_the_oracle_also_as_a_stream(
 @pytest.mark.parametrize("text", TEXTS)
 def test_smollm2_streams_real_text(smollm2: Tokenizer, text: str):
     ids = smollm2.encode(text)
-    stream = TextStream(smollm2, stop_strings=["no such thing", "👩‍👩‍👧‍👧"])
+    stream = Detokenizer(smollm2, stop_strings=["no such thing", "👩‍👩‍👧‍👧"])
     deltas = []
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])
@@ -410,7 +410,7 @@ def sentencepiece(tmp_path: Path) -> Tokenizer:
 
 def test_sentencepiece_streams_byte_tokens_as_characters(sentencepiece: Tokenizer):
     ids = sentencepiece.encode("hello 👍 é")
-    stream = TextStream(sentencepiece)
+    stream = Detokenizer(sentencepiece)
     deltas = []
     for num_ids in range(len(ids) + 1):
         stream.advance(ids[:num_ids])

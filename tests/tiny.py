@@ -4,23 +4,25 @@ import functools
 
 import numpy as np
 
-from quire import LLM, ModelConfig
+from quire import LLM, AttentionConfig, ModelConfig
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
 
 VOCAB = 97
 
 
-def tiny_config(architecture: str = "llama", **changes) -> ModelConfig:
+def tiny_config(
+    architecture: str = "llama", *, windows: tuple[int | None, ...] = (None, None), head_dim: int = 8, **changes
+) -> ModelConfig:
+    """Two layers, or one for each of `windows`; `changes` are fields of ModelConfig or of every AttentionConfig."""
+    attention = {"num_heads": 4, "num_kv_heads": 2, "head_dim": head_dim}
+    attention |= {name: changes.pop(name) for name in ("num_heads", "num_kv_heads", "rotary") if name in changes}
     fields = {
         "architecture": architecture,
         "vocab_size": VOCAB,
-        "num_layers": 2,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
+        "attention": tuple(AttentionConfig(window=window, **attention) for window in windows),
         "max_len": 256,
         "eos_ids": (0,),
     }
@@ -31,7 +33,6 @@ def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
     """Random weights under Hugging Face names."""
     rng = np.random.default_rng(seed)
     width, ffn = config.hidden_size, config.intermediate_size
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
     def normal(*shape: int) -> np.ndarray:
         return (rng.standard_normal(shape) * 1.5 / np.sqrt(shape[-1])).astype(np.float32)
@@ -41,8 +42,9 @@ def tiny_tensors(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         "lm_head.weight": 4 * normal(config.vocab_size, width),
         "model.norm.weight": 1 + 0.1 * rng.standard_normal(width).astype(np.float32),
     }
-    for i in range(config.num_layers):
-        prefix = f"model.layers.{i}."
+    for i, attention in enumerate(config.attention):
+        prefix, head_dim = f"model.layers.{i}.", attention.head_dim
+        q, kv = attention.num_heads * head_dim, attention.num_kv_heads * head_dim
         tensors |= {
             f"{prefix}input_layernorm.weight": 1 + 0.1 * rng.standard_normal(width).astype(np.float32),
             f"{prefix}post_attention_layernorm.weight": 1 + 0.1 * rng.standard_normal(width).astype(np.float32),

@@ -1,4 +1,4 @@
-"""A tokenizer for the tiny model: letters, digits, what JSON needs, and tokens of several characters."""
+"""Tokenizers for the tiny model and for the engine without one."""
 
 import tokenizers
 
@@ -13,8 +13,30 @@ PIECES = [b"<eos>", b"<special>", *(text.encode() for text in CHARACTERS + WORDS
 assert len(PIECES) <= VOCAB
 
 
+TOY_EOS, TOY_SPECIAL = 0, 8
+TOY_PIECES = [
+    b"<eos>", b"a", b"b", b"ab", b"\xc3", b"\xa9", b"\xf0\x9f", b"\x91\x8d", b"<special>", b" a", b"ba",
+]  # fmt: skip
+"""Half characters too: "é" and "👍" take two tokens each."""
+
+
+def toy_tokenizer() -> Tokenizer:
+    """Eleven tokens, for an engine without a model: every few random ones make a stop string or cut a character."""
+    vocab = {piece.decode("latin-1"): i for i, piece in enumerate(TOY_PIECES)}
+    return Tokenizer(
+        tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[])),
+        TOY_PIECES,
+        special_ids=frozenset({TOY_EOS, TOY_SPECIAL}),
+        bos_id=None,
+        eos_ids=frozenset({TOY_EOS}),
+        strips_leading_space=False,
+        chat_template=None,
+        special_tokens={},
+    )
+
+
 def tiny_tokenizer(strips_leading_space: bool = False) -> Tokenizer:
-    """Encodes character by character, as a tokenizer without merges does; the model may still draw the words."""
+    """Letters, digits, what JSON needs, and words; it encodes character by character, the model may draw the words."""
     vocab = {piece.decode(): i for i, piece in enumerate(PIECES)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
     backend.add_special_tokens(["<eos>", "<special>"])

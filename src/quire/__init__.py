@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quire.config import EngineConfig, ModelConfig
+    from quire.config import AttentionConfig, EngineConfig, ModelConfig
     from quire.core.errors import AuditError
     from quire.core.request import Request
     from quire.core.sampling_params import SamplingParams
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "AttentionConfig": "quire.config",
     "AuditError": "quire.core.errors",
     "CompletionOutput": "quire.outputs",
     "Engine": "quire.engine.engine",
@@ -36,6 +37,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AttentionConfig",
     "AuditError",
     "CompletionOutput",
     "Engine",

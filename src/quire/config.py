@@ -161,50 +161,80 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RotaryConfig:
+    """Rotary position embedding of one layer."""
+
+    theta: float = 10_000.0
+    """Base of the frequencies."""
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        _positive("rope_theta", self.theta, 1e12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """What one layer attends with."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """How many positions a token sees, itself included; None for all before it."""
+    rotary: RotaryConfig = dataclasses.field(default_factory=RotaryConfig)
+    softmax_scale: float | None = None
+    """What scores are multiplied by; None for 1 / sqrt(head_dim)."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            check_whole(name, getattr(self, name), 1, MAX_DIMENSION)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
+        factors = self.rotary.scaling.factors if self.rotary.scaling else ()
+        if factors and len(factors) != self.head_dim // 2:
+            raise ValueError(f"{len(factors)} rope factors for head_dim={self.head_dim}")
+        if self.window is not None:
+            check_whole("window", self.window, 1, MAX_DIMENSION)
+        if self.softmax_scale is not None:
+            _positive("softmax_scale", self.softmax_scale, 1e6)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one KV head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of one decoder, as its checkpoint describes it."""
 
     architecture: str
     """Which file of `device/models` runs it: llama, mistral, qwen2 or qwen3."""
     vocab_size: int
-    num_layers: int
     hidden_size: int
     intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    attention: tuple[AttentionConfig, ...]
+    """One for each layer; where all are alike, `(AttentionConfig(...),) * num_layers`."""
     max_len: int
     """The longest context the model was trained for, in tokens."""
-    rope_theta: float = 10_000.0
-    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
-    windows: tuple[int | None, ...] = ()
-    """For each layer, how many positions a token sees, itself included; None for all before it."""
     eos_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size", "num_layers", "hidden_size", "intermediate_size",
-            "num_heads", "num_kv_heads", "head_dim", "max_len",
-        ):  # fmt: skip
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_len"):
             check_whole(name, getattr(self, name), 1, MAX_DIMENSION)
-        check_whole("num_layers", self.num_layers, 1, MAX_LAYERS)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
-        _positive("rope_theta", self.rope_theta, 1e12)
+        if not isinstance(self.attention, tuple) or not all(isinstance(x, AttentionConfig) for x in self.attention):
+            raise ValueError("attention must be a tuple with an AttentionConfig for each layer")
+        check_whole("num_layers", len(self.attention), 1, MAX_LAYERS)
         _positive("norm_eps", self.norm_eps, 1.0)
-        if self.rope_scaling and self.rope_scaling.factors and len(self.rope_scaling.factors) != self.head_dim // 2:
-            raise ValueError(f"{len(self.rope_scaling.factors)} rope factors for head_dim={self.head_dim}")
-        windows = self.windows or (None,) * self.num_layers
-        if len(windows) != self.num_layers:
-            raise ValueError(f"windows has {len(windows)} entries for num_layers={self.num_layers}")
-        for window in windows:
-            if window is not None:
-                check_whole("windows", window, 1, MAX_DIMENSION)
-        object.__setattr__(self, "windows", windows)
         if len(self.eos_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_ids has {len(self.eos_ids)} ids, at most {MAX_EOS_IDS} are allowed")
         for token_id in self.eos_ids:
@@ -213,13 +243,9 @@ class ModelConfig:
             raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be true or false")
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share one KV head."""
-        return self.num_heads // self.num_kv_heads
-
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes one position takes in the pool: K and V, every layer."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+    def num_layers(self) -> int:
+        """Layers of the decoder."""
+        return len(self.attention)
 
 
 def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None = None) -> None:

@@ -28,7 +28,7 @@ from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
 from quire.engine.engine import Engine
 from quire.outputs import CompletionOutput, RequestOutput, TextChunk
-from quire.text.detokenizer import TextStream
+from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -106,8 +106,8 @@ class LLM:
         if not quiet:
             runner = self._engine.runner
             print(f"quire: {self._engine.capacity}; {runner.num_programs} programs", file=sys.stderr)
-            if runner.why_not_native:
-                print(f"quire: attention runs in plain XLA, which is slower: {runner.why_not_native}", file=sys.stderr)
+            for note in runner.notes:
+                print(f"quire: {note}", file=sys.stderr)
 
     @property
     def engine(self) -> Engine:
@@ -235,7 +235,7 @@ class LLM:
             while sent:
                 self._step()
                 for sequence in list(sent):
-                    token_ids = sequence.tokens[sequence.prompt_len + sent[sequence] :]
+                    token_ids = sequence.output_token_ids[sent[sequence] :]
                     reason = sequence.finish_reason
                     if not token_ids and not reason:
                         continue
@@ -289,10 +289,12 @@ def _plain(value: Any) -> Any:
 
 def new_text(sequence: TokenSequence) -> str:
     """Text that has become certain since the last call."""
-    if not isinstance(sequence.text, TextStream):
+    if not isinstance(sequence.detokenizer, Detokenizer):
         return ""
-    sequence.text.advance(sequence.tokens, sequence.prompt_len)
-    return sequence.text.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.text.take()
+    sequence.detokenizer.advance(sequence.output_token_ids)
+    return (
+        sequence.detokenizer.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.detokenizer.take()
+    )
 
 
 def _request_output(sequences: list[TokenSequence]) -> RequestOutput:

@@ -17,17 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from quire.config import ModelConfig, engine_config
+from quire.config import AttentionConfig, ModelConfig, engine_config
 from quire.device.inputs import (
     INVALID,
     NUM_TOP_LOGPROBS,
     BatchLayout,
     PageCommands,
+    PageIds,
+    RoundInputs,
     SampleInputs,
     StepInputs,
     StepOutput,
 )
 from quire.engine.engine import Engine
+from quire.text.tokenizer import Tokenizer
 
 Place = tuple[int, int, int]
 """Token, weights, hash of everything up to here."""
@@ -77,7 +80,7 @@ class FakeRunner:
         self.seconds_per_move, self.pages_per_move = 5e-4, 4
         self.num_compiles = 0
         self.num_programs = 0
-        self.why_not_native: str | None = None
+        self.notes: tuple[str, ...] = ()
         self.num_runs = 0
         self.weights = 0
         self.during_run: Callable[[], None] | None = None
@@ -132,17 +135,18 @@ class FakeRunner:
 
     def _rounds(self, inputs: StepInputs) -> StepOutput:
         """The first round; then rows go on by themselves, as far as they may and until they draw a stop id."""
-        outputs = [self._draw(self._forward(inputs.tokens_T, inputs.layout), inputs.samples)]
+        tables = inputs.page_ids
+        outputs = [self._draw(self._forward(inputs.tokens_T, inputs.layout, tables), inputs.samples)]
         limits, layout = inputs.rounds.max_rounds_B, inputs.layout
         is_active = limits > 1
         while is_active.any():
             round_, last_B = len(outputs), outputs[-1].tokens_SR[:, 0]
-            is_active = is_active & (round_ < limits) & ~(last_B[:, None] == inputs.rounds.stop_ids_BE).any(axis=1)
+            is_active = is_active & (round_ < limits) & ~self._is_stop(last_B, inputs.rounds)
             if not is_active.any():
                 break
             rows = np.flatnonzero(is_active)
             positions = layout.positions_T[rows] + round_
-            pages = layout.page_table_BP[rows, positions // self.page_size]
+            pages = tables.ids_X[tables.cu_lens_B1[rows] + positions // self.page_size]
             states = [0] * len(is_active)
             going_on = replace(
                 layout,
@@ -151,14 +155,21 @@ class FakeRunner:
                 kv_lens_B=np.where(is_active, layout.positions_T + round_ + 1, 0),
                 cu_q_lens_B1=np.concatenate([[0], np.cumsum(is_active)]),
             )
-            for row, state in zip(rows, self._forward(last_B[rows], going_on), strict=True):
+            for row, state in zip(rows, self._forward(last_B[rows], going_on, tables), strict=True):
                 states[row] = state
             drawn = self._draw(states, replace(inputs.samples, position_S=inputs.samples.position_S + round_))
             drawn.tokens_SR[~is_active] = INVALID
             outputs.append(drawn)
         return jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *outputs)
 
-    def _forward(self, tokens_T: np.ndarray, layout: BatchLayout) -> list[int]:
+    @staticmethod
+    def _is_stop(tokens_B: np.ndarray, rounds: RoundInputs) -> np.ndarray:
+        is_stop = np.isin(tokens_B, rounds.eos_ids_E) & rounds.stops_at_eos_B
+        if rounds.stop_ids_BE is not None:
+            is_stop |= (tokens_B[:, None] == rounds.stop_ids_BE).any(axis=1)
+        return is_stop
+
+    def _forward(self, tokens_T: np.ndarray, layout: BatchLayout, page_ids: PageIds) -> list[int]:
         """Write every token's place, then read each row from its beginning. Returns the state at each token."""
         size, pages = self.page_size, self._pages
         starts, kv_lens = layout.cu_q_lens_B1.tolist(), layout.kv_lens_B.tolist()
@@ -170,7 +181,7 @@ class FakeRunner:
             first, end = starts[row], starts[row + 1]
             if first == end:
                 continue
-            table = layout.page_table_BP[row].tolist()
+            table = page_ids.of(row).tolist()
             position = positions[first]
             if (
                 positions[first:end] != list(range(position, position + end - first))
@@ -187,7 +198,7 @@ class FakeRunner:
                 pages[page][offset] = (tokens[i], self.weights, state)
         for row, kv_len in enumerate(kv_lens):  # once everybody has written: nobody may have written over another
             if starts[row] != starts[row + 1]:
-                state = self._attend(layout.page_table_BP[row].tolist(), kv_len, row)
+                state = self._attend(page_ids.of(row).tolist(), kv_len, row)
                 if state != states[starts[row + 1] - 1]:
                     raise KVError(f"row {row}: what it wrote in this step is not there")
         return states
@@ -209,28 +220,33 @@ class FakeRunner:
     def _draw(self, states: list[int], samples: SampleInputs) -> StepOutput:
         num_samples = len(samples.packed_index_S)
         tokens = np.zeros((num_samples, 1), np.int32)
-        is_biased = (samples.bias_ids_SE != INVALID).any(axis=1).tolist()
-        columns = (samples.packed_index_S, samples.target_S, samples.temperature_S, samples.index_S, samples.position_S)
-        for i, (at, target, temperature, index, position) in enumerate(
-            zip(*(c.tolist() for c in columns), strict=True)
-        ):
-            if target != INVALID:
-                tokens[i, 0] = target
+        columns = (samples.packed_index_S.tolist(), samples.position_S.tolist())
+        for i, (at, position) in enumerate(zip(*columns, strict=True)):
+            if samples.target_S is not None and samples.target_S[i] != INVALID:
+                tokens[i, 0] = samples.target_S[i]
                 continue
             token = next_token(states[at], self.vocab_size)
-            if temperature:
+            if samples.temperature_S is not None and samples.temperature_S[i]:
                 high, low = samples.seed_S2[i].tolist()
+                index = int(samples.index_S[i])
                 token = next_token(states[at], self.vocab_size, high << 32 | low, index, position)
-            if is_biased[i] or samples.mask_SW is not None:
-                forbidden = set(samples.bias_ids_SE[i][samples.bias_SE[i] == -np.inf].tolist())
-                allowed = -1 if samples.mask_SW is None else bits(samples.mask_SW[i])
-                while token in forbidden or not allowed >> token & 1:
-                    token = (token + 1) % self.vocab_size
+            if samples.bias_SE is not None or samples.mask_SW is not None:
+                token = self._first_allowed(token, i, samples)
             tokens[i, 0] = token
-        logprobs: Any = np.zeros((num_samples, 1), np.float32)
-        top_ids = np.zeros((num_samples, 1, NUM_TOP_LOGPROBS), np.int32)
-        top = np.zeros((num_samples, 1, NUM_TOP_LOGPROBS), np.float32)
+        logprobs: Any = np.zeros((num_samples, 1), np.float32) if samples.want_logprobs else None
+        width = (num_samples, 1, NUM_TOP_LOGPROBS)
+        top_ids, top = (np.zeros(width, np.int32), np.zeros(width, np.float32)) if samples.want_top else (None, None)
         return StepOutput(tokens, logprobs, top_ids, top, logprobs, top_ids, top)
+
+    def _first_allowed(self, token: int, sample: int, samples: SampleInputs) -> int:
+        """The first token from this one on that no bias and no mask forbids."""
+        forbidden: set[int] = set()
+        if samples.bias_SE is not None:
+            forbidden = set(samples.bias_ids_SE[sample][samples.bias_SE[sample] == -np.inf].tolist())
+        allowed = -1 if samples.mask_SW is None else bits(samples.mask_SW[sample])
+        while token in forbidden or not allowed >> token & 1:
+            token = (token + 1) % self.vocab_size
+        return token
 
 
 class FakeClock:
@@ -245,7 +261,14 @@ class FakeClock:
         return self._now
 
 
-def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: int = 0, **knobs: Any) -> Engine:
+def fake_engine(
+    *,
+    vocab_size: int = 11,
+    eos_ids: tuple[int, ...] = (0,),
+    seed: int = 0,
+    tokenizer: Tokenizer | None = None,
+    **knobs: Any,
+) -> Engine:
     """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
     defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
     defaults["max_rounds"] = 1
@@ -256,12 +279,9 @@ def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: 
     model = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
-        num_layers=1,
         hidden_size=8,
         intermediate_size=8,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=8,
+        attention=(AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8),),
         max_len=config.max_model_len or 64,
         eos_ids=eos_ids,
     )
@@ -271,4 +291,4 @@ def fake_engine(*, vocab_size: int = 11, eos_ids: tuple[int, ...] = (0,), seed: 
         vocab_size=vocab_size,
         num_host_pages=config.num_host_pages or 0,
     )
-    return Engine(model, None, config, runner=runner, clock=FakeClock(seed))
+    return Engine(model, None, config, tokenizer=tokenizer, runner=runner, clock=FakeClock(seed))

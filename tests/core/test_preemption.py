@@ -3,7 +3,8 @@
 import pytest
 
 from quire.core.audit import audit
-from quire.core.scheduler import PreemptionCosts
+from quire.core.errors import AuditError
+from quire.core.preemption import PreemptionCosts
 from quire.core.sequence import SequenceState
 from tests.core.fake import Arrivals, result, run, scheduler
 
@@ -47,6 +48,40 @@ def test_pages_go_to_the_host_and_come_back_elsewhere(arrive):
     run(s)
     assert (s.num_swaps, s.num_recomputes) == (1, 0)
     assert (s.tables.allocator.num_free, s.tables.host.num_free) == (5, 8)
+
+
+def test_out_and_in_again_within_one_plan(arrive):
+    """A host page may be filled and then read by one plan: it moves pages out before it moves pages in."""
+    s = swapping()
+    a = arrive(7, 8)
+    s.add(a)
+    step(s)
+    s.preempt(a, swap=True)
+    plan = step(s)
+    assert [host for _, host in plan.operations.swap_outs] == [host for host, _ in plan.operations.swap_ins] == [0, 1]
+
+
+def test_a_host_page_that_a_plan_reads_is_not_filled_by_the_same_plan(arrive):
+    """Nobody is preempted once somebody got in; should that ever change, the plan must not go to the device."""
+    s = swapping(num_host_pages=2)
+    a, b = arrive(7, 8), arrive(7, 8)
+    s.add(a)
+    s.add(b)
+    step(s)
+    s.preempt(a, swap=True)
+    s.tables.take_operations()  # it is there now
+    s.tables.start(a, s.tables.find_prefix(a))
+    with pytest.raises(AuditError, match="host page 0 is swapped in by this plan, and would be overwritten before"):
+        s.preempt(b, swap=True)
+
+
+@pytest.mark.parametrize("moves", [{"copies": [(0, 3)], "swap_ins": [(1, 3)]}, {"swap_outs": [(0, 1), (2, 1)]}])
+def test_a_plan_that_fills_a_page_twice_is_not_run(moves):
+    s = swapping()
+    for kind, pairs in moves.items():
+        setattr(s.tables._operations, kind, pairs)
+    with pytest.raises(AuditError, match="fills a page twice"):
+        s.tables.take_operations()
 
 
 def test_no_room_on_the_host_means_recompute(arrive):

@@ -10,9 +10,11 @@ from quire.core.sequence import Sequence, Weights
 from tests.core.fake import result, run, scheduler
 
 
-def sequence(tokens, arrival=1, max_tokens=1, salt="", **params) -> Sequence:
+def sequence(tokens, arrival=1, max_tokens=1, salt="", priority=0, **params) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, **params)
-    request = Request(id=f"r{arrival}", prompt_token_ids=tuple(tokens), params=params, cache_salt=salt)
+    request = Request(
+        id=f"r{arrival}", prompt_token_ids=tuple(tokens), params=params, cache_salt=salt, priority=priority
+    )
     return Sequence(request, index=0, arrival=arrival, seed=0, max_tokens=max_tokens)
 
 
@@ -91,6 +93,32 @@ def test_only_the_same_salt_and_weights_find_a_page(salt, weights, found):
     finish(s, sequence(range(9)))
     s.tables.weights = Weights(*weights)
     assert s.tables.find_prefix(sequence(range(9), 2, salt=salt)).num_tokens == found
+
+
+@pytest.mark.parametrize("changes", [0, 1])
+def test_a_swapped_sequence_takes_its_first_pages_from_the_cache_only_under_the_weights_that_computed_it(changes):
+    s = cached(num_host_pages=8)
+    s.max_num_seqs = 1
+    swapped, first = sequence(range(9), 1, max_tokens=4), sequence(range(9), 2, priority=1)
+    s.add(swapped)
+    plan = s.schedule()
+    s.commit(plan, result(plan))
+    s.preempt(swapped, swap=True)
+    s.tables.evict(8)
+    for change in range(changes):
+        s.set_version(change + 1, running="keep")
+    s.add(first)
+    plan = s.schedule()
+    assert [row.sequence for row in plan.rows] == [first]
+    s.commit(plan, result(plan))
+    known = s.tables.find_prefix(sequence(range(9), 3)).pages
+    assert len(known) == 2
+    plan = s.schedule()
+    assert [row.sequence for row in plan.rows] == [swapped]
+    assert len(plan.operations.swap_ins) == (3 if changes else 1)
+    assert (list(swapped.pages)[:2] == known) == (not changes)
+    s.commit(plan, result(plan))
+    audit(s)
 
 
 def test_the_chain_is_over_everything_before():

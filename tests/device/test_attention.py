@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.device.attention import get_backend, paged_attention
+from quire.config import AttentionConfig
+from quire.device.attention import LayerKV, get_backend, paged_attention
 from quire.device.attention.native import NativeBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
 from tests.effort import ISAS, daily, examples, slow
-from tests.tiny import tiny_config
 
 NATIVE = [f"native {isa}" for isa in ISAS]
 BACKENDS = ["reference", "xla", *NATIVE]
@@ -28,12 +28,21 @@ NUM_HEADS, NUM_KV_HEADS = 6, 2
 
 
 @functools.cache
-def attention(name, window, scale, num_devices=1):
+def attention(name, window, scale, head_dim, group, num_devices=1):
     """A backend and its jitted entry point."""
     backend, mesh = backend_of(name), make_mesh(jax.devices()[:num_devices])
-    return backend, jax.jit(
-        lambda kv, q, k, v, layout: paged_attention(backend, mesh, kv, q, k, v, layout, scale=scale, window=window)
-    )
+    config = attention_config(head_dim, group * NUM_KV_HEADS, window=window, softmax_scale=scale)
+    return backend, jax.jit(lambda kv, q, k, v, layout: paged_attention(backend, mesh, kv, q, k, v, layout, config))
+
+
+def attention_config(head_dim, num_heads, num_kv_heads=NUM_KV_HEADS, **more):
+    return AttentionConfig(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, **more)
+
+
+def layer_kv(backend, config, num_pages, page_size, value):
+    """The arrays of a layer in float32, filled with one value."""
+    specs = backend.arrays(config, num_pages, page_size, jnp.dtype("float32"))
+    return LayerKV(tuple(jnp.full(spec.shape, value, spec.dtype) for spec in specs), tuple(s.axes for s in specs))
 
 
 def backend_of(name):
@@ -41,10 +50,10 @@ def backend_of(name):
     return NativeBackend(isa) if isa else get_backend(name)
 
 
-def to_pages(backend, k_MZKH, v_MZKH):
+def to_pages(backend, axes, k_MZKH, v_MZKH):
     """The backend's arrays from arrays with a page's positions in order."""
     if not isinstance(backend, NativeBackend):
-        order = [("pages", "offset", "kv_heads", "head").index(axis) for axis in backend.axes]
+        order = [("pages", "offset", "kv_heads", "head").index(axis) for axis in axes]
         return k_MZKH.transpose(order), v_MZKH.transpose(order)
     num_pages, page_size, num_kv_heads, head_dim = k_MZKH.shape
     pair = 4 // k_MZKH.dtype.itemsize
@@ -57,9 +66,9 @@ def to_pages(backend, k_MZKH, v_MZKH):
 
 def from_pages(backend, kv, page_size):
     """The other way: K and V as `[M, Z, K, H]`."""
-    k, v = (np.asarray(x) for x in kv)
+    k, v = (np.asarray(x) for x in kv.arrays)
     if not isinstance(backend, NativeBackend):
-        order = [backend.axes.index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
+        order = [kv.axes[0].index(axis) for axis in ("pages", "offset", "kv_heads", "head")]
         return k.transpose(order), v.transpose(order)
     k, v = k.transpose(0, 3, 1, 2, 4), v.transpose(0, 2, 4, 1, 3)
     return k.reshape(*k.shape[:3], -1), v.reshape(len(v), -1, *v.shape[3:])[:, :page_size]
@@ -119,7 +128,12 @@ class Case:
 
     def pool(self, backend):
         """The KV arrays before the step."""
-        return tuple(jnp.asarray(x) for x in to_pages(backend, self.dense(self.keys), self.dense(self.values)))
+        config = attention_config(self.head_dim, self.q.shape[1])
+        specs = backend.arrays(config, self.num_pages, self.page_size, self.q.dtype)
+        axes = tuple(spec.axes for spec in specs)
+        pages = to_pages(backend, axes[0], self.dense(self.keys), self.dense(self.values))
+        assert [x.shape for x in pages] == [spec.shape for spec in specs]
+        return LayerKV(tuple(jnp.asarray(x) for x in pages), axes)
 
     def dense(self, which):
         """As `[M, Z, K, H]`: history written, everything else poison."""
@@ -146,7 +160,7 @@ class Case:
 
     def run(self, name, *, window=None, scale=None, atol=2e-6, rtol=2e-5, num_devices=1):
         scale = scale or self.head_dim**-0.5
-        backend, call = attention(name, window, scale, num_devices)
+        backend, call = attention(name, window, scale, self.head_dim, self.group, num_devices)
         out, kv = call(self.pool(backend), self.q, self.new_k, self.new_v, self.layout)
         got = np.asarray(out[: self.num_tokens], np.float64)
         np.testing.assert_allclose(got, self.expected(scale, window), atol=atol, rtol=rtol)
@@ -206,8 +220,8 @@ def test_random_ragged_batches(rows, window, poison):
 def test_the_toy_example_of_the_seeds(name):
     """Section 5.1: page size 4, pages [2, 7], length 6; position 5 lands in page 7 at offset 1, 6 and 7 stay unseen."""
     backend = backend_of(name)
-    config = tiny_config(num_heads=1, num_kv_heads=1, head_dim=8)
-    empty = [jnp.full(shape, jnp.nan, jnp.float32) for shape in backend.shapes(config, 10, 4, jnp.dtype("float32"))]
+    config = attention_config(8, 1, 1, softmax_scale=1.0)
+    empty = layer_kv(backend, config, 10, 4, jnp.nan)
     layout = BatchLayout(
         np.arange(6, dtype=np.int32),
         np.array([8, 9, 10, 11, 28, 29], np.int32),
@@ -218,7 +232,7 @@ def test_the_toy_example_of_the_seeds(name):
     )
     tokens = jnp.arange(48, dtype=jnp.float32).reshape(6, 1, 8)
     q = jnp.zeros((6, 1, 8), jnp.float32)
-    out, kv = paged_attention(backend, make_mesh(), tuple(empty), q, tokens, tokens, layout, scale=1.0, window=None)
+    out, kv = paged_attention(backend, make_mesh(), empty, q, tokens, tokens, layout, config)
     pages, _ = from_pages(backend, kv, 4)
     np.testing.assert_array_equal(pages[7, 1, 0], np.arange(40, 48))
     assert np.isnan(pages[7, 2:]).all()
@@ -229,8 +243,8 @@ def test_the_toy_example_of_the_seeds(name):
 def test_prefill_then_decode_as_the_seeds_test_it(name):
     """JetStream's tests: 16 tokens over two pages of 8, then one more at page 16 // 8, offset 16 % 8."""
     backend = backend_of(name)
-    config = tiny_config(num_heads=2, num_kv_heads=2, head_dim=8)
-    cache = tuple(jnp.zeros(shape, jnp.float32) for shape in backend.shapes(config, 3, 8, jnp.dtype("float32")))
+    config = attention_config(8, 2, 2, softmax_scale=1.0)
+    cache = layer_kv(backend, config, 3, 8, 0)
     table = np.array([[1, 0, 2]], np.int32)
 
     def step(cache, positions, value):
@@ -244,7 +258,7 @@ def test_prefill_then_decode_as_the_seeds_test_it(name):
             np.array([0, len(positions)], np.int32),
             decode=len(positions) == 1,
         )
-        return paged_attention(backend, make_mesh(), cache, ones, ones, ones, layout, scale=1.0, window=None)
+        return paged_attention(backend, make_mesh(), cache, ones, ones, ones, layout, config)
 
     out, cache = step(cache, np.arange(16), 1.0)
     pages, _ = from_pages(backend, cache, 8)
@@ -343,7 +357,7 @@ def test_each_device_has_its_own_heads(name):
 def test_pages_outside_the_pool_are_neither_read_nor_written(name):
     """The host never sends such; a kernel that believed it would read anybody's memory."""
     case = Case([(40, 1), (100, 70)], page_size=16, num_pages=32)
-    backend, call = attention(name, None, 0.3)
+    backend, call = attention(name, None, 0.3, case.head_dim, case.group)
     wild = np.array([-1, 32, 2**31 - 1, -(2**31)], np.int32)
     table = case.layout.page_table_BP.copy()
     table.flat[: table.size // 4 * 4] = np.tile(wild, table.size // 4)
@@ -352,9 +366,9 @@ def test_pages_outside_the_pool_are_neither_read_nor_written(name):
     layout = dataclasses.replace(
         case.layout, page_table_BP=table, destinations_T=destinations, kv_lens_B=np.array(wild_lens, np.int32)
     )
-    before = [np.asarray(x) for x in case.pool(backend)]
+    before = [np.asarray(x) for x in case.pool(backend).arrays]
     out, kv = call(case.pool(backend), case.q, case.new_k, case.new_v, layout)
-    for old, new in zip(before, kv, strict=True):
+    for old, new in zip(before, kv.arrays, strict=True):
         np.testing.assert_array_equal(old, new)
     assert not np.isnan(out[case.num_tokens :]).any()
     wild_rows = dataclasses.replace(case.layout, cu_q_lens_B1=np.array([50, -3, 2**31 - 1, 4, -9], np.int32))
@@ -364,11 +378,12 @@ def test_pages_outside_the_pool_are_neither_read_nor_written(name):
 @pytest.mark.parametrize("name", NATIVE[-1:])
 def test_the_pool_is_updated_in_place_also_in_a_loop(name):
     case, backend = Case([(40, 1), (100, 1)], page_size=16, num_pages=32, decode=True), backend_of(name)
+    config = attention_config(case.head_dim, NUM_HEADS)
 
     def rounds(kv, q, k, v, layout):
         def one(_, carry):
             kv, layout, total = carry
-            out, kv = paged_attention(backend, make_mesh(), kv, q, k, v, layout, scale=0.3, window=None)
+            out, kv = paged_attention(backend, make_mesh(), kv, q, k, v, layout, config)
             return kv, dataclasses.replace(layout, kv_lens_B=layout.kv_lens_B), total + out.sum()
 
         return jax.lax.fori_loop(0, 3, one, (kv, layout, jnp.zeros((), jnp.float32)))
@@ -376,9 +391,9 @@ def test_the_pool_is_updated_in_place_also_in_a_loop(name):
     program = jax.jit(rounds, donate_argnums=0)
     kv = case.pool(backend)
     text = program.lower(kv, case.q, case.new_k, case.new_v, case.layout).compile().as_text()
-    pool = ",".join(map(str, kv[0].shape))
+    pool = ",".join(map(str, kv.arrays[0].shape))
     copies = [line for line in text.splitlines() if f"[{pool}]" in line and re.search(r"= \S+ copy\(", line)]
     assert not copies, "the pool is copied"
-    before = [x.unsafe_buffer_pointer() for x in kv]
+    before = [x.unsafe_buffer_pointer() for x in kv.arrays]
     kv, *_ = program(kv, case.q, case.new_k, case.new_v, case.layout)
-    assert [x.unsafe_buffer_pointer() for x in kv] == before
+    assert [x.unsafe_buffer_pointer() for x in kv.arrays] == before

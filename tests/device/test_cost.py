@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quire.config import AttentionConfig
 from quire.device import native
-from quire.device.attention import get_backend, paged_attention
+from quire.device.attention import LayerKV, get_backend, paged_attention
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh, place
-from tests.tiny import tiny_config
 
 ROWS, PAGE, LONGEST = 64, 16, 2048
 
@@ -22,19 +22,16 @@ ROWS, PAGE, LONGEST = 64, 16, 2048
 def test_64_rows_at_context_128_cost_a_fraction_of_2048(name):
     if name == "native" and native.why_not():
         pytest.skip(native.why_not())
-    backend, config = get_backend(name), tiny_config(num_heads=9, num_kv_heads=3, head_dim=64)
+    backend, attention = get_backend(name), AttentionConfig(num_heads=9, num_kv_heads=3, head_dim=64)
     num_pages = ROWS * LONGEST // PAGE
     rng = np.random.default_rng(0)
-    kv = tuple(
-        place(make_mesh(), rng.standard_normal(shape).astype(jnp.bfloat16), *backend.axes)
-        for shape in backend.shapes(config, num_pages, PAGE, jnp.dtype("bfloat16"))
-    )
+    specs = backend.arrays(attention, num_pages, PAGE, jnp.dtype("bfloat16"))
+    arrays = (place(make_mesh(), rng.standard_normal(spec.shape).astype(spec.dtype), *spec.axes) for spec in specs)
+    kv = LayerKV(tuple(arrays), tuple(spec.axes for spec in specs))
     table = rng.permutation(num_pages).reshape(ROWS, -1).astype(np.int32)
     q, k, v = (jnp.asarray(rng.standard_normal((ROWS, n, 64)), jnp.bfloat16) for n in (9, 3, 3))
     program = jax.jit(
-        lambda kv, q, k, v, layout: paged_attention(
-            backend, make_mesh(), kv, q, k, v, layout, scale=0.125, window=None
-        ),
+        lambda kv, q, k, v, layout: paged_attention(backend, make_mesh(), kv, q, k, v, layout, attention),
         donate_argnums=0,
     )
 

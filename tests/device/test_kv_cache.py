@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from quire.device import kv_cache
-from quire.device.attention import get_backend
-from quire.device.inputs import INVALID
-from quire.device.mesh import make_mesh
+from quire.device.attention import Backend, get_backend
+from quire.device.mesh import ArraySpec, make_mesh
 from tests.tiny import tiny_config
 
 NUM_PAGES = 6
@@ -19,13 +19,13 @@ Content = list[np.ndarray]
 
 def filled(name: str, num_devices: int) -> tuple[kv_cache.KVCache, Content]:
     """A cache of random numbers, and what is in it page by page."""
-    backend, mesh = get_backend(name), make_mesh(jax.devices()[:num_devices])
+    backend, mesh = backend_of(name), make_mesh(jax.devices()[:num_devices])
     cache = kv_cache.create(
         backend, tiny_config(), num_pages=NUM_PAGES, page_size=4, dtype=jnp.dtype("float32"), mesh=mesh
     )
     rng = np.random.default_rng(0)
     leaves = [
-        jax.device_put((1e6 * rng.standard_normal(leaf.shape)).astype(leaf.dtype), leaf.sharding)
+        jax.device_put((100 * rng.random(leaf.shape)).astype(leaf.dtype), leaf.sharding)
         for leaf in jax.tree.leaves(cache)
     ]
     cache = jax.tree.unflatten(jax.tree.structure(cache), leaves)
@@ -33,11 +33,34 @@ def filled(name: str, num_devices: int) -> tuple[kv_cache.KVCache, Content]:
 
 
 def by_page(cache: kv_cache.KVCache) -> Content:
-    layers = [np.moveaxis(np.array(leaf), cache.page_axis, 0) for leaf in jax.tree.leaves(cache.layers)]
-    return [*layers, np.array(cache.tokens_MZ)]
+    arrays = [
+        np.moveaxis(np.array(array), axes.index("pages"), 0)
+        for layer in cache.layers
+        for array, axes in zip(layer.arrays, layer.axes, strict=True)
+    ]
+    return [*arrays, np.array(cache.tokens_MZ)]
 
 
-every_layout = pytest.mark.parametrize("name", ["xla", "reference", "native"])
+class ThreeArrays:
+    """A backend that keeps int8 values, their scales, and flags: each with the pages along another axis."""
+
+    def arrays(self, attention, num_pages, page_size, dtype):
+        heads, size = attention.num_kv_heads, attention.head_dim
+        return (
+            ArraySpec((heads, num_pages, page_size, size), np.dtype(np.int8), ("kv_heads", "pages", None, None)),
+            ArraySpec((heads, page_size, num_pages), dtype, ("kv_heads", None, "pages")),
+            ArraySpec((num_pages, page_size), np.dtype(np.uint8), ("pages", None)),
+        )
+
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention):
+        raise NotImplementedError
+
+
+def backend_of(name: str) -> Backend:
+    return ThreeArrays() if name == "three arrays" else get_backend(name)
+
+
+every_layout = pytest.mark.parametrize("name", ["xla", "reference", "native", "three arrays"])
 one_and_two_devices = pytest.mark.parametrize("num_devices", [1, 2])
 
 
@@ -50,7 +73,24 @@ def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, n
     for old, new in zip(before, by_page(cache), strict=True):
         np.testing.assert_array_equal(new[[3, 0]], old[[1, 4]])
         np.testing.assert_array_equal(new[[1, 2, 4]], old[[1, 2, 4]])
-        assert np.isnan(new[5]).all() if new.dtype == np.float32 else (new[5] == INVALID).all()
+        assert np.isnan(new[5]).all() if new.dtype == np.float32 else (new[5] == np.array(-1).astype(new.dtype)).all()
+
+
+@every_layout
+def test_bytes_of_a_page(name):
+    cache, content = filled(name, num_devices=1)
+    counted = kv_cache.page_bytes(backend_of(name), tiny_config(), page_size=4, dtype=jnp.dtype("float32"))
+    assert (
+        counted * NUM_PAGES == sum(array.nbytes for array in content) == sum(x.nbytes for x in jax.tree.leaves(cache))
+    )
+
+
+def test_each_array_lies_on_the_mesh_as_it_was_declared():
+    cache, _ = filled("three arrays", num_devices=2)
+    layer = kv_cache.placement(cache).layers[1]
+    assert [sharding.spec for sharding in layer.arrays] == [
+        PartitionSpec("model", None, None, None), PartitionSpec("model", None, None), PartitionSpec(None, None)
+    ]  # fmt: skip
 
 
 @every_layout

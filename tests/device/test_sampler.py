@@ -12,7 +12,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence
 from quire.device import native
-from quire.device.inputs import mask_words
+from quire.device.inputs import default_samples, mask_words, with_defaults
 from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
 from quire.device.top_k_top_p import top_k_top_p
 from quire.engine.packer import pack_samples
@@ -24,9 +24,7 @@ jitted = jax.jit(partial(sample, native=native.why_not() is None))
 
 def run(logits_SV, samples, seen=((1, 1, 1, 1),)):
     """`seen` is the one page of tokens that the samples' only row has."""
-    if samples.mask_SW is None:  # as the runner does: the program is the same one
-        words = np.zeros((len(samples.row_S), mask_words(logits_SV.shape[1])), np.uint32)
-        samples = dataclasses.replace(samples, mask_SW=words)
+    samples = with_defaults(samples, default_samples(len(samples.packed_index_S), logits_SV.shape[1]))
     return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32))
 
 
@@ -42,7 +40,7 @@ def inputs(params: list[SamplingParams], positions: list[int] | None = None, see
 
 def with_masks(samples, allowed: list[list[int] | None], vocab: int = VOCAB):
     """Each sample may draw only what is listed for it; None for everything."""
-    bits = np.zeros((len(samples.row_S), 32 * mask_words(vocab)), bool)
+    bits = np.zeros((len(samples.packed_index_S), 32 * mask_words(vocab)), bool)
     for i, ids in enumerate(allowed):
         bits[i, slice(None) if ids is None else ids] = True
     words = np.packbits(bits, axis=1, bitorder="little").view("<u4")

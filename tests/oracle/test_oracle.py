@@ -4,6 +4,7 @@ The real model greedily, everything in one continuously batched run against the 
 checkpoints of every architecture by their logits, prefill and decode; scores by their log-probabilities.
 """
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -19,10 +20,11 @@ from quire.core.sequence import Sequence
 from quire.device import kv_cache
 from quire.device.attention import get_backend
 from quire.device.inputs import StepShape
-from quire.device.linear import MatmulKind, prepare
+from quire.device.linear import MatmulKind
 from quire.device.mesh import make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics, decoder, unembed
+from quire.device.models.weights import prepare
 from quire.engine.packer import Packer
 from tests.oracle import harness
 from tests.oracle.prompts import LENGTHS_12, LENGTHS_64, cut, texts
@@ -126,7 +128,7 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     """Every position's logits, through the real packing, pages and attention."""
     mesh = make_mesh()
     loaded = load_model(folder, mesh=mesh, dtype="float32")
-    ready = prepare(loaded.params, MatmulKind(native=False, int8=False))
+    ready = prepare(loaded.config, loaded.params, MatmulKind(native=False, int8=False))
     parts = ModelStatics(config=loaded.config, backend=get_backend(backend), mesh=mesh)
     layer = get_architecture(loaded.config.architecture).layer
     num_pages = -(-len(tokens) // page_size) + 3
@@ -134,7 +136,7 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
         parts.backend, loaded.config, num_pages=num_pages, page_size=page_size, dtype=jnp.dtype("float32"), mesh=mesh
     )
     shapes = [StepShape(4, 4, 4, decode=True), StepShape(128, 4, 4, decode=False)]
-    packer = Packer(shapes, page_size=page_size, num_pages=num_pages, pages_per_row=num_pages)
+    packer = Packer(shapes, page_size=page_size, num_pages=num_pages)
 
     @jax.jit
     def forward(params, cache, tokens_T, layout):
@@ -148,6 +150,9 @@ def paged_logits(folder: Path, backend: str, tokens: list[int], page_size: int =
     logits = []
     for first, count in chunks:
         inputs = packer.pack(StepPlan(rows=[Row(sequence, first, count, 1)], num_tokens=count))
-        out, cache = forward(ready, cache, inputs.tokens_T, inputs.layout)
+        table_BP = np.zeros((inputs.shape.num_rows, num_pages), np.int32)
+        table_BP[0, : len(sequence.pages)] = inputs.page_ids.of(0)
+        layout = dataclasses.replace(inputs.layout, page_table_BP=table_BP)
+        out, cache = forward(ready, cache, inputs.tokens_T, layout)
         logits.append(np.asarray(out[:count]))
     return np.concatenate(logits)

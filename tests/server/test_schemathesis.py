@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, settings
 from schemathesis import GenerationMode
 
 from quire.server.config import ServerConfig
+from quire.server.http.openapi import ERRORS, openapi
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
-from quire.server.openai.openapi import ERRORS, openapi
 from tests.server.attack import bystander
 
 OPERATIONS = [(method.upper(), path) for path, methods in openapi()["paths"].items() for method in methods]

@@ -13,9 +13,9 @@ import pytest
 
 from quire.server import keys as keys_module
 from quire.server.config import ServerConfig
+from quire.server.http.debug import Admin
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
-from quire.server.observe.debug import Admin
 from quire.server.serve import check_exposure
 from tests.server.attack import (
     KEY,

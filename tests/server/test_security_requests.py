@@ -12,7 +12,7 @@ import msgspec.inspect
 import pytest
 
 from quire import SamplingParams
-from quire.server.openai.openapi import POSTS
+from quire.server.http.openapi import POSTS
 from tests.server.attack import bystander, connect, exchange, head, post
 from tests.server.process import PYTHON, SMALL, serving
 from tests.server.tiny_folder import TEMPLATE, write_tiny_folder

@@ -15,8 +15,8 @@ from quire import SamplingParams
 from quire.cli import main
 from quire.core.page_map import snapshot
 from quire.core.request import Request
+from quire.server.http.debug import _tier
 from quire.server.observe import trace_log
-from quire.server.observe.debug import _tier
 from quire.server.observe.trace_log import TraceLog
 from quire.server.stream import Stream, Times
 from quire.testing import fake_engine

@@ -1,10 +1,8 @@
 """Weights and config from one GGUF file, memory-mapped; quantised tensors are expanded as they are placed.
 
-The `gguf` package reads the file and knows the quantisations. Here its names and its rotary order are turned into those
-of Hugging Face.
+The `gguf` package reads the file and knows the quantisations. Which tensors there are, an architecture's file declares.
 """
 
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,33 +11,17 @@ import gguf
 import numpy as np
 from gguf import GGUFEndian, GGUFValueType
 
-from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
+from quire.config import MAX_LAYERS, AttentionConfig, ModelConfig, RopeScaling, RotaryConfig, check_whole
 from quire.device.models import get_architecture
+from quire.device.models.weight_specs import TensorSpec
 
 SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 MAX_ENTRIES = 1 << 22
 """Of all arrays of metadata: the tokens and merges of the largest vocabularies, a few times over."""
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
 
 class GgufFile:
-    """One checkpoint. Call it with a tensor's Hugging Face name."""
+    """One checkpoint."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -50,29 +32,31 @@ class GgufFile:
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))
-        self._architecture = get_architecture(self.name)
+        get_architecture(self.name)  # raises where there is none of this name
         self._config = self._read_config()
 
     def config(self) -> ModelConfig:
         """What the file's metadata say."""
         return self._config
 
-    def __call__(self, name: str) -> np.ndarray:
-        """One tensor, `[out, in]`, in float32 or as stored when it is not quantised."""
-        tensor = self._tensors.get(gguf_name(name))
+    def read(self, tensor: TensorSpec) -> np.ndarray:
+        """One tensor, in float32 or as stored when it is not quantised."""
+        values = self.tensor(tensor.gguf_name)
+        heads = tensor.gguf_rotary_heads
+        return values if heads is None or values.shape != tensor.shape else unpermute(values, heads)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor by its name in the file, its rows in the file's order."""
+        tensor = self._tensors.get(name)
         if tensor is None:
-            raise ValueError(f"the GGUF file has no tensor {gguf_name(name)!r}")
+            raise ValueError(f"the GGUF file has no tensor {name!r}")
         if tensor.tensor_type.name not in SUPPORTED:
             raise ValueError(
                 f"tensor {tensor.name} has type {tensor.tensor_type.name}; supported are {', '.join(SUPPORTED)}"
             )
         shape = tuple(int(n) for n in reversed(tensor.shape))
         # Rows are taken by sixteens: views of a memory map would cost as much as the arithmetic.
-        values = gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
-        if self._architecture.gguf_permuted and re.search(r"\.(q|k)_proj\.", name):
-            heads = self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads
-            values = unpermute(values, heads)
-        return values
+        return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
 
     def _read_config(self) -> ModelConfig:
         arch = self.name
@@ -80,24 +64,25 @@ class GgufFile:
         hidden_size = self._whole(f"{arch}.embedding_length")
         num_layers = self._whole(f"{arch}.block_count")
         check_whole(f"{arch}.block_count", num_layers, 1, MAX_LAYERS)  # before it sizes anything
-        window = self._whole(f"{arch}.attention.sliding_window", 0) or None
         if "token_embd.weight" not in self._tensors or len(self._tensors["token_embd.weight"].shape) != 2:
             raise ValueError("the GGUF file has no matrix 'token_embd.weight'")
-        return ModelConfig(
-            architecture=arch,
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
-            num_layers=num_layers,
-            hidden_size=hidden_size,
-            intermediate_size=self._whole(f"{arch}.feed_forward_length"),
+        rotary = RotaryConfig(theta=self._field(f"{arch}.rope.freq_base", 10_000.0), scaling=self._rope_scaling())
+        attention = AttentionConfig(
             num_heads=num_heads,
             num_kv_heads=self._whole(f"{arch}.attention.head_count_kv", num_heads),
             head_dim=self._whole(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1)),
+            window=self._whole(f"{arch}.attention.sliding_window", 0) or None,
+            rotary=rotary,
+        )
+        return ModelConfig(
+            architecture=arch,
+            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
+            hidden_size=hidden_size,
+            intermediate_size=self._whole(f"{arch}.feed_forward_length"),
+            attention=(attention,) * num_layers,
             max_len=self._whole(f"{arch}.context_length"),
-            rope_theta=self._field(f"{arch}.rope.freq_base", 10_000.0),
-            rope_scaling=self._rope_scaling(),
             norm_eps=self._field(f"{arch}.attention.layer_norm_rms_epsilon"),
             tie_embeddings="output.weight" not in self._tensors,
-            windows=(window,) * num_layers,
         )
 
     def _rope_scaling(self) -> RopeScaling | None:
@@ -171,13 +156,6 @@ class _StrictReader(gguf.GGUFReader):
             strings.append(data[begin:end])
             offset = end
         return offset, strings
-
-
-def gguf_name(name: str) -> str:
-    """A tensor's GGUF name from its Hugging Face name."""
-    stem, kind = name.rsplit(".", 1)
-    layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    return f"blk.{layer[1]}.{_NAMES[layer[2]]}.{kind}" if layer else f"{_NAMES[stem]}.{kind}"
 
 
 def unpermute(values: np.ndarray, num_heads: int) -> np.ndarray:

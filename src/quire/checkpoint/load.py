@@ -45,11 +45,11 @@ def load_model(
             config = folder.config()
             tokenizer = tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
             return LoadedModel(
-                config, load_params(config, folder, mesh=mesh, dtype=dtype, progress=progress), tokenizer
+                config, load_params(config, folder.read, mesh=mesh, dtype=dtype, progress=progress), tokenizer
             )
     file = GgufFile(path)
     tokenizer = tokenizer_from_gguf(file.reader)
-    params = load_params(file.config(), file, mesh=mesh, dtype=dtype, progress=progress)
+    params = load_params(file.config(), file.read, mesh=mesh, dtype=dtype, progress=progress)
     return LoadedModel(file.config(), params, tokenizer)
 
 

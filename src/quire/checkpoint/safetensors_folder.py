@@ -10,12 +10,13 @@ from safetensors import SafetensorError, safe_open
 from quire.checkpoint.json_file import read_json
 from quire.config import ModelConfig
 from quire.device.models import get_architecture
+from quire.device.models.weight_specs import TensorSpec
 
 NUMBER_TYPES = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """One checkpoint. Call it with a tensor's name. A context manager: the files are mapped while it is open."""
+    """One checkpoint. A context manager: the files are mapped while it is open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -46,8 +47,12 @@ class SafetensorsFolder:
         hf = read_json(self.folder / "config.json")
         return get_architecture(str(hf.get("model_type"))).config(hf)
 
-    def __call__(self, name: str) -> np.ndarray:
-        """One tensor, `[out, in]`."""
+    def read(self, tensor: TensorSpec) -> np.ndarray:
+        """One tensor of a model."""
+        return self.tensor(tensor.name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor by its name."""
         if name not in self._home:
             raise ValueError(f"{self.folder.name}: no tensor {name!r} in its safetensors files")
         kind = self._home[name].get_slice(name).get_dtype()

@@ -32,13 +32,15 @@ def _version(name: str) -> str:
 def _devices() -> None:
     import jax
 
-    from quire.device import native
+    from quire.device import memory, native
     from quire.device.mesh import make_mesh
     from quire.engine.pool_size import default_pool_bytes
 
     for device in jax.local_devices():
         print(f"device       {device.device_kind} ({device.platform})")
-    print(f"KV pool      {default_pool_bytes(make_mesh()) / 2**30:.1f} GiB by default")
+    mesh = make_mesh()
+    num_bytes = default_pool_bytes(memory.available_bytes(mesh), is_host_memory=memory.is_host_memory(mesh))
+    print(f"KV pool      {num_bytes / 2**30:.1f} GiB by default")
     print(f"native       {native.why_not() or f'built; uses {native.instruction_sets()[-1]}'}")
 
 
@@ -46,31 +48,27 @@ def _try_it() -> None:
     """Two sequences of a random model through the whole engine, audited."""
     import numpy as np
 
-    from quire import LLM, ModelConfig, SamplingParams
+    from quire import LLM, AttentionConfig, ModelConfig, SamplingParams
     from quire.device.mesh import make_mesh
+    from quire.device.models.weight_specs import TensorSpec
     from quire.device.models.weights import load_params
 
     config = ModelConfig(
         architecture="llama",
         vocab_size=64,
-        num_layers=1,
         hidden_size=16,
         intermediate_size=16,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
+        attention=(AttentionConfig(num_heads=2, num_kv_heads=2, head_dim=8),),
         max_len=64,
         tie_embeddings=True,
     )
     rng = np.random.default_rng(0)
-    shapes = {"embed_tokens": (64, 16), "norm": (16,), "layernorm": (16,)}
 
-    def source(name: str) -> np.ndarray:
-        shape = next((shape for part, shape in shapes.items() if part in name), (16, 16))
-        return rng.standard_normal(shape).astype(np.float32)
+    def random_tensor(tensor: TensorSpec) -> np.ndarray:
+        return rng.standard_normal(tensor.shape).astype(np.float32)
 
     mesh = make_mesh()
-    params = load_params(config, source, mesh=mesh, dtype="float32")
+    params = load_params(config, random_tensor, mesh=mesh, dtype="float32")
     knobs = {"num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "compile_cache": ""}
     with LLM.from_params(config, params, mesh=mesh, quiet=True, dtype="float32", debug=True, **knobs) as llm:
         outputs = llm.generate([[1, 2, 3], [4]], SamplingParams(temperature=0, max_tokens=8), progress=False)

@@ -42,8 +42,8 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
             raise AuditError(
                 f"{name}: {len(sequence.pages)} pages for {sequence.num_computed} computed tokens, expected {expected}"
             )
-        if sequence.num_computed >= len(sequence.tokens):
-            raise AuditError(f"{name}: {sequence.num_computed} computed of {len(sequence.tokens)} tokens")
+        if sequence.num_computed >= sequence.num_tokens:
+            raise AuditError(f"{name}: {sequence.num_computed} computed of {sequence.num_tokens} tokens")
         if sequence.num_computed % tables.page_size:
             last = sequence.pages[-1]
             if tables.allocator.refcount(last) != 1:

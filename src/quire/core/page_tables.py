@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from typing import NamedTuple
 
+from quire.core.errors import AuditError, RequestError
 from quire.core.pages import PageAllocator
 from quire.core.plan import PageOperations
 from quire.core.prefix_cache import PrefixCache
@@ -65,6 +66,20 @@ class PageTables:
         """Pages that hold this many positions."""
         return -(-num_tokens // self.page_size)
 
+    def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
+        """Refuse a sequence that the pool could not hold even alone."""
+        # The last token drawn never needs a place: no later token looks at it.
+        needed = self.pages_for(prompt_len + max(max_tokens - 1, 0))
+        num_pages = self.allocator.num_pages
+        if needed > num_pages:
+            raise RequestError(
+                f"it needs {needed} pages for a prompt of {prompt_len} + {max_tokens} new tokens, the pool has "
+                f"{num_pages} pages of {self.page_size} tokens: lower max_tokens or raise num_pages",
+                field="max_tokens",
+                code="context_length_exceeded",
+                request_id=request_id,
+            )
+
     @property
     def num_available(self) -> int:
         """Pages that can be had without taking them from a sequence."""
@@ -94,7 +109,7 @@ class PageTables:
             return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
         if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
             return ReusedPrefix([], 0)
-        most, common = len(sequence.tokens) - 1, 0
+        most, common = sequence.num_tokens - 1, 0
         relative = self._relative(sequence, unwritten)
         if relative is not None:
             common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
@@ -117,7 +132,7 @@ class PageTables:
         """Of the available pages, how many a start with all of a sequence's tokens would take."""
         cache = self.prefix_cache
         idle = sum(map(cache.is_idle, prefix.pages)) if cache else 0
-        return self.pages_for(len(sequence.tokens)) - len(prefix.pages) + idle
+        return self.pages_for(sequence.num_tokens) - len(prefix.pages) + idle
 
     def start(self, sequence: Sequence, prefix: ReusedPrefix) -> None:
         """Fill an empty table with what `find_prefix` has just found."""
@@ -168,6 +183,13 @@ class PageTables:
         """How far towards `end` a sequence's pages can reach when nobody, and no cached page, gives way for it."""
         num_pages = min(self.pages_for(end), len(sequence.pages) + self.allocator.num_free)
         return min(end, num_pages * self.page_size)
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back pages behind the last one that holds computed positions: they were reserved and not used."""
+        count = self.pages_for(sequence.num_computed)
+        if count < len(sequence.pages):
+            self._drop(sequence.pages[count:])
+            del sequence.pages[count:]
 
     def _allocate(self, sequence: Sequence, count: int) -> list[int]:
         short = count - self.allocator.num_free
@@ -233,7 +255,7 @@ class PageTables:
         on_host = self._on_host(sequence)
         shared = [page for page in on_host if page is not None]
         self.host.retain(shared)
-        new = iter(self.host.allocate(len(on_host) - len(shared)))
+        new = iter(self._allocate_host(len(on_host) - len(shared)))
         for page, there in zip(sequence.pages, on_host, strict=True):
             target = next(new) if there is None else there
             sequence.host_pages.append(target)
@@ -244,6 +266,14 @@ class PageTables:
                     self._host_page_of[name], self._host_hash_of[target] = target, name
         self.swapped_out.append(sequence)
         self._empty(sequence)
+
+    def _allocate_host(self, count: int) -> list[int]:
+        """Free host pages to fill. A plan fills them before it reads any: none may be one that it has yet to read."""
+        pages = self.host.allocate(count) if self.host else []
+        still_read = {source for source, _ in self._operations.swap_ins}.intersection(pages)
+        if still_read:
+            raise AuditError(f"host page {min(still_read)} is swapped in by this plan, and would be overwritten before")
+        return pages
 
     def _on_host(self, sequence: Sequence) -> list[int | None]:
         """For each page of a sequence, the host page that has the same KV already."""
@@ -289,6 +319,10 @@ class PageTables:
         """What the plan must do to pages before it writes; the next plan starts with none."""
         operations, self._operations = self._operations, PageOperations()
         filled = {page for _, page in chain(operations.copies, operations.swap_ins)}
+        host_filled = {page for _, page in operations.swap_outs}
+        num_fills = len(operations.copies) + len(operations.swap_ins)
+        if len(filled) != num_fills or len(host_filled) != len(operations.swap_outs):
+            raise AuditError(f"a plan fills a page twice: {operations}")
         operations.poisons = [page for page in dict.fromkeys(self._freed) if page not in filled]
         self._freed = []
         return operations

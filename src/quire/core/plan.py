@@ -79,31 +79,31 @@ class StepResult(Protocol):
         ...
 
     @property
-    def logprobs_SR(self) -> np.ndarray:
-        """Their raw log-probabilities; only valid where the request asked, as all that follows."""
+    def logprobs_SR(self) -> np.ndarray | None:
+        """Their raw log-probabilities; None if no sample of the step asked, as all that follows."""
         ...
 
     @property
-    def top_ids_SRX(self) -> np.ndarray:
+    def top_ids_SRX(self) -> np.ndarray | None:
         """The most likely tokens, likeliest first."""
         ...
 
     @property
-    def top_logprobs_SRX(self) -> np.ndarray:
+    def top_logprobs_SRX(self) -> np.ndarray | None:
         """Their log-probabilities."""
         ...
 
     @property
-    def processed_logprobs_SR(self) -> np.ndarray:
+    def processed_logprobs_SR(self) -> np.ndarray | None:
         """The tokens' log-probabilities under what they were drawn from."""
         ...
 
     @property
-    def processed_top_ids_SRX(self) -> np.ndarray:
+    def processed_top_ids_SRX(self) -> np.ndarray | None:
         """The likeliest tokens of that."""
         ...
 
     @property
-    def processed_top_logprobs_SRX(self) -> np.ndarray:
+    def processed_top_logprobs_SRX(self) -> np.ndarray | None:
         """Their log-probabilities; -inf for a token that could not be drawn."""
         ...

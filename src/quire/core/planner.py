@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as SequenceOf
 
+from quire.core.page_tables import PageTables
 from quire.core.plan import Row, Sample, StepPlan
 from quire.core.sequence import Sequence
 
@@ -19,18 +20,19 @@ class Planner:
         """Who got a row in this very plan; the newest last."""
         self._tokens_left = max_tokens
         self._samples_left = max_samples
-        self._tokens_set_aside = sum(len(s.tokens) - s.num_computed == 1 for s in running)
+        self._tokens_set_aside = sum(s.num_tokens - s.num_computed == 1 for s in running)
         self._samples_set_aside = len(running)
 
-    def claim(self, sequence: Sequence) -> None:
-        """A running sequence's turn: what was set aside for it is now in the common budget."""
+    def claim(self, sequence: Sequence) -> int:
+        """A running sequence's turn: what was set aside for it goes to the common budget. Returns its share of that."""
         self._samples_set_aside -= 1
-        if len(sequence.tokens) - sequence.num_computed == 1:
+        if sequence.num_tokens - sequence.num_computed == 1:
             self._tokens_set_aside -= 1
+        return self.share(sequence, sequence.num_computed)
 
     def share(self, sequence: Sequence, computed: int) -> int:
         """How many tokens of this sequence, of which `computed` are done, fit into the step; 0 for none."""
-        num_tokens = min(len(sequence.tokens) - computed, self._tokens_left - self._tokens_set_aside)
+        num_tokens = min(sequence.num_tokens - computed, self._tokens_left - self._tokens_set_aside)
         num_samples = self._samples_left - self._samples_set_aside
         if num_samples < 1:
             return 0
@@ -38,6 +40,20 @@ class Planner:
             num_scored = max(len(sequence.prompt_logprobs) - 1 - computed, 0)  # before a preemption
             num_tokens = min(num_tokens, num_scored + num_samples)
         return num_tokens
+
+    def add_decoding(self, sequence: Sequence) -> None:
+        """Plan the newest token of a running sequence, and draw the next: both were set aside for it.
+
+        This is `claim` and `add` for what nearly every row of a busy engine is.
+        """
+        plan, first = self.plan, sequence.num_computed
+        plan.samples.append(Sample(sequence, len(plan.rows), plan.num_tokens, first + 1, None))
+        plan.rows.append(Row(sequence, first, 1, 1))
+        plan.num_tokens += 1
+        self._tokens_set_aside -= 1
+        self._samples_set_aside -= 1
+        self._tokens_left -= 1
+        self._samples_left -= 1
 
     def add(self, sequence: Sequence, num_tokens: int, waiting_for_prompt: SequenceOf[Sequence] = ()) -> None:
         """Plan the next `num_tokens` of a sequence, and what is to be drawn from them.
@@ -53,8 +69,10 @@ class Planner:
         num_samples_before = len(samples)
         if sequence.params.prompt_logprobs:
             for position in range(max(first + 1, len(sequence.prompt_logprobs)), min(end + 1, sequence.prompt_len)):
-                samples.append(Sample(sequence, row, base + position, position, sequence.tokens[position]))
-        if end == len(sequence.tokens) and sequence.max_tokens:
+                samples.append(
+                    Sample(sequence, row, base + position, position, sequence.request.prompt_token_ids[position])
+                )
+        if end == sequence.num_tokens and sequence.max_tokens:
             samples.append(Sample(sequence, row, base + end, end, None))
             if waiting_for_prompt and end == sequence.prompt_len:
                 spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)
@@ -63,3 +81,21 @@ class Planner:
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
         self._samples_left -= len(samples) - num_samples_before
+
+
+def reserve_rounds(plan: StepPlan, tables: PageTables, most: int) -> None:
+    """Let each row go on for up to `most` rounds, as far as its budget and the free pages reach.
+
+    Nobody is preempted, and nothing cached is given up, to reserve ahead. A row with a grammar needs the host after
+    every token. What a row does not use of its pages goes back at commit.
+    """
+    rows = plan.rows
+    for i, row in enumerate(rows):
+        sequence = row.sequence
+        rounds = min(most, sequence.max_tokens - sequence.num_output) if sequence.grammar is None else 1
+        missing = sequence.params.min_tokens - sequence.num_output
+        if missing > 0:  # until then its stop ids are forbidden, and after it they are not
+            rounds = min(rounds, missing)
+        end = tables.reachable_end(sequence, row.first + rounds)
+        tables.grow(sequence, end)
+        rows[i] = row._replace(max_rounds=end - row.first)

@@ -72,7 +72,7 @@ class PrefixCache:
         hashes, size = sequence.page_hashes, self._page_size
         while len(hashes) < count:
             start = len(hashes) * size
-            hashes.append(page_hash(hashes[-1] if hashes else root, sequence.tokens[start : start + size]))
+            hashes.append(page_hash(hashes[-1] if hashes else root, sequence.tokens_between(start, start + size)))
         return hashes
 
     def match(self, hashes: SequenceOf[bytes], most: int) -> list[int]:

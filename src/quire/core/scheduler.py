@@ -12,29 +12,17 @@ Costs are linear in what runs and independent of what waits and of the pool's si
 """
 
 from bisect import insort
-from collections import Counter
-from dataclasses import dataclass
 from itertools import chain
 
+from quire.core.commit import accept_tokens, computed_end
 from quire.core.errors import AuditError, RequestError
 from quire.core.page_tables import PageTables
-from quire.core.plan import Sample, StepPlan, StepResult
-from quire.core.planner import Planner
-from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version, Weights
+from quire.core.plan import StepPlan, StepResult
+from quire.core.planner import Planner, reserve_rounds
+from quire.core.preemption import PreemptionCosts, num_promised, num_victims, prefers_swap
+from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.core.stopping import FinishReason
 from quire.core.waiting import WaitingQueue
-
-
-@dataclass(slots=True)
-class PreemptionCosts:
-    """What giving up pages costs, as far as it is known."""
-
-    seconds_per_token: float | None = None
-    """To compute one position again; until it has been measured, swapping counts as cheaper."""
-    seconds_per_move: float = 0.0
-    """To move pages to the host or back, up to `pages_per_move` at once."""
-    pages_per_move: int = 1
-
 
 WATCHED_ROUNDS = 4
 """Rounds in one dispatch, at most, when somebody watches a stream or waits: for a place, or for the host."""
@@ -84,20 +72,9 @@ class Scheduler:
         """Sequences without a row, those that wait for a prompt too."""
         return len(self.waiting) + sum(map(len, self.waiting_for_prompt.values()))
 
-    def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
-        """Refuse a sequence that could not run even alone."""
-        # The last token drawn never needs a place: no later token looks at it.
-        needed = self.tables.pages_for(prompt_len + max(max_tokens - 1, 0))
-        num_pages = self.tables.allocator.num_pages
-        if needed > num_pages:
-            raise RequestError(
-                f"request {request_id} needs {needed} pages for a prompt of {prompt_len} + {max_tokens} new tokens, "
-                f"the pool has {num_pages} pages of {self.tables.page_size} tokens: lower max_tokens or raise num_pages"
-            )
-
     def add(self, sequence: Sequence) -> None:
         """Queue the first sequence of a family; the others wait for it to compute the prompt."""
-        self.check_fits(sequence.request.id, sequence.prompt_len, sequence.max_tokens)
+        self.tables.check_fits(sequence.request.id, sequence.prompt_len, sequence.max_tokens)
         self.waiting.push(sequence)
         if len(sequence.family) > 1:
             self.waiting_for_prompt[sequence.request.id] = sequence.family[1:]
@@ -156,10 +133,10 @@ class Scheduler:
             raise RuntimeError("the last plan is not committed; commit(N) comes before schedule(N+1)")
         self._make_room_for_head()
         planner = Planner(self.max_num_batched_tokens, self.max_num_samples, self.running)
-        if self._plan_running(planner) and self.waiting:
-            promised = sum(map(self._growth, self.running))
+        if self._plan_running(planner) and self.waiting and len(self.running) < self.max_num_seqs:
+            promised = self._num_promised()
             while self._admit_head(planner, promised):
-                promised += self._growth(planner.started[-1])
+                promised += num_promised(planner.started[-1], self.tables)
         plan = planner.plan
         if plan:
             if self.max_rounds > 1 and plan.can_go_on:
@@ -181,16 +158,19 @@ class Scheduler:
         while position < len(running):
             sequence = running[position]
             if head is not None and head.order < sequence.order:
-                got_in = self._admit_head(planner, sum(map(self._growth, running)))
+                got_in = self._admit_head(planner, self._num_promised())
                 head = self.waiting.peek() if got_in else None
                 position = running.index(sequence)  # behind whoever got in
                 continue
-            planner.claim(sequence)
-            num_tokens = planner.share(sequence, sequence.num_computed)
-            if num_tokens:
-                end = sequence.num_computed + num_tokens
-                if end > len(sequence.pages) * page_size and not self._reserve(sequence, end):
-                    break  # it gave up its own place, and everybody after it had done so before
+            computed = sequence.num_computed
+            is_decoding = computed >= sequence.prompt_len and sequence.num_tokens == computed + 1
+            num_tokens = 1 if is_decoding else planner.claim(sequence)
+            end = computed + num_tokens
+            if end > len(sequence.pages) * page_size and not self._reserve(sequence, end):
+                break  # it gave up its own place, and everybody after it had done so before
+            if is_decoding:
+                planner.add_decoding(sequence)
+            elif num_tokens:
                 planner.add(sequence, num_tokens, self.waiting_for_prompt.get(sequence.request.id, ()))
             position += 1
         return self.num_preemptions == preemptions_before
@@ -220,12 +200,9 @@ class Scheduler:
         planner.add(head, num_tokens, self.waiting_for_prompt.get(head.request.id, ()))
         return True
 
-    def _growth(self, sequence: Sequence) -> int:
-        """Pages that a running sequence is promised: for the tokens it has, and one to grow into.
-
-        Nobody is admitted into these, so that admitting somebody does not preempt somebody else in the next step.
-        """
-        return 1 + max(self.tables.pages_for(len(sequence.tokens)) - len(sequence.pages), 0)
+    def _num_promised(self) -> int:
+        """Pages that all who run are promised together."""
+        return sum(num_promised(sequence, self.tables) for sequence in self.running)
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Give a sequence pages for positions below `end`, preempting from the back. False if it went itself."""
@@ -239,63 +216,24 @@ class Scheduler:
         return True
 
     def _reserve_ahead(self, plan: StepPlan) -> None:
-        """Let every row of a plan that only decodes go on for some rounds, as far as its budget and free pages reach.
+        """Let every row of a plan that only decodes go on for some rounds: fewer when somebody watches or waits.
 
-        Nobody is preempted, and nothing cached is given up, to reserve ahead. When somebody waits for a place, no
-        round is run beyond the first budget that ends. A row with a grammar needs the host after every token. A row
-        that uses less than was reserved for it has ended, and gives everything back at commit.
+        When somebody waits for a place, no round is run beyond the first budget that ends.
         """
-        left = [row.sequence.max_tokens - row.sequence.num_output for row in plan.rows]
         most = self.max_rounds
         if self.waiting or any(row.sequence.request.stream or row.sequence.grammar for row in plan.rows):
             most = min(most, WATCHED_ROUNDS)
         if self.waiting:
-            most = min(most, *left)
-        if most == 1:
-            return
-        rows = plan.rows
-        for i, (row, budget) in enumerate(zip(rows, left, strict=True)):
-            sequence = row.sequence
-            rounds = min(most, budget) if sequence.grammar is None else 1
-            missing = sequence.params.min_tokens - sequence.num_output
-            if missing > 0:  # until then its stop ids are forbidden, and after it they are not
-                rounds = min(rounds, missing)
-            end = self.tables.reachable_end(sequence, row.first + rounds)
-            self.tables.grow(sequence, end)
-            rows[i] = row._replace(max_rounds=end - row.first)
+            most = min(most, *(row.sequence.max_tokens - row.sequence.num_output for row in plan.rows))
+        if most > 1:
+            reserve_rounds(plan, self.tables, most)
 
     def _make_room_for_head(self) -> None:
-        """Preempt who comes after the head of the queue, when that lets it in.
-
-        Only lower priorities give way; but when the head comes before all who run, everybody does: the first in
-        order always advances, whatever came between.
-        """
+        """Preempt who comes after the head of the queue, when that lets it in."""
         head = self.waiting.peek()
-        if head is None or not self.running:
-            return
-        is_first = head.order < self.running[0].order
-        if self.running[-1].priority >= head.priority and not is_first:
-            return
-        tokens_before = sum(len(s.tokens) - s.num_computed for s in self.running if s.order < head.order)
-        if tokens_before >= self.max_num_batched_tokens:
-            return  # it would still not run in this step
-        tables = self.tables
-        prefix = tables.find_prefix(head)
-        needed = tables.num_new(head, prefix) + sum(map(self._growth, self.running))
-        rows_missing = len(self.running) + 1 - self.max_num_seqs
-        available, seen, shared, victims = tables.num_available, Counter(), set(prefix.pages), 0
-        for victim in reversed(self.running):
-            if rows_missing <= victims and needed <= available:
-                break
-            if victim.priority >= head.priority and not is_first:
-                return  # all who may give way are not enough
-            # What it shares with others than earlier victims stays held, and what the head begins with is not gained.
-            seen.update(victim.pages)
-            available += sum(tables.num_holders(page) == seen[page] for page in victim.pages if page not in shared)
-            needed -= self._growth(victim)
-            victims += 1
-        if rows_missing <= victims and needed <= available:
-            for _ in range(victims):
+        if head is not None and self.running:
+            limits = {"max_num_seqs": self.max_num_seqs, "max_num_tokens": self.max_num_batched_tokens}
+            for _ in range(num_victims(head, self.running, self.tables, **limits)):
                 self._preempt(self.running[-1])
 
     # -- preempt -------------------------------------------------------------------------------------------------
@@ -330,18 +268,9 @@ class Scheduler:
         self.waiting.push(victim)
 
     def _prefers_swap(self, victim: Sequence) -> bool:
-        """Whether moving a sequence's pages out and in again costs less than computing what would be lost."""
-        if self.preemption != "auto" or self.costs.seconds_per_token is None:
-            return self.preemption != "recompute"
-        num_kept = 0  # pages at its beginning that somebody else keeps alive
-        for page in victim.pages:
-            if self.tables.num_holders(page) == 1:
-                break
-            num_kept += 1
-        num_lost = victim.num_computed - num_kept * self.tables.page_size
-        recompute = num_lost * self.costs.seconds_per_token
-        num_moves = 2 * -(-len(victim.pages) // self.costs.pages_per_move)
-        return num_moves * self.costs.seconds_per_move < recompute
+        if self.preemption == "auto":
+            return prefers_swap(victim, self.tables, self.costs)
+        return self.preemption == "swap"
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -415,21 +344,23 @@ class Scheduler:
             raise RuntimeError("this is not the plan in flight; each plan is committed once")
         self.in_flight = None
         self.tables.dispatched()
-        weights, prompts_done = self.tables.weights, []
+        weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
         samples = [(i, sample) for i, sample in enumerate(plan.samples) if counts[sample.row]]
-        events = self._accept(samples, result)
-        for is_alive, (sequence, first, num_tokens, max_rounds) in zip(counts, plan.rows, strict=True):
+        events = accept_tokens(samples, result, weights.version)
+        for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
-                sequence.num_computed = first + num_tokens
-                if max_rounds > 1:  # of the tokens it drew all but the last have been computed as well
-                    sequence.num_computed = len(sequence.tokens) - 1
+                sequence, first = row.sequence, row.first
+                sequence.num_computed = computed_end(row)
                 if first == 0:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
                     sequence.kv_weights = None  # two; stays so until it is computed anew
-                self.tables.publish(sequence)
-                if first < sequence.prompt_len <= first + num_tokens:
+                if (len(sequence.pages) - 1) * page_size >= sequence.num_computed:
+                    self.tables.trim(sequence)
+                if sequence.num_computed >= (sequence.num_published + 1) * page_size:
+                    self.tables.publish(sequence)
+                if first < sequence.prompt_len <= first + row.num_tokens:
                     prompts_done.append(sequence)
         for event in events:
             if event.finish_reason:
@@ -455,33 +386,6 @@ class Scheduler:
     def _drop_finished(self) -> None:
         self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
 
-    def _accept(self, samples: list[tuple[int, Sample]], result: StepResult) -> list[TokenEvent]:
-        """Append what was drawn, up to the first stop; what a row drew after it is dropped."""
-        events = []
-        all_tokens = result.tokens_SR.tolist()
-        version = self.tables.weights.version
-        for i, sample in samples:
-            sequence = sample.sequence
-            if sequence.state is SequenceState.FINISHED:
-                continue  # aborted while the step was in flight
-            if sample.target is not None:
-                sequence.prompt_logprobs.append(_logprob(sequence, result, i, 0, drawn=False))
-                continue
-            reason, accepted = None, []
-            for round_, token_id in enumerate(all_tokens[i]):
-                if token_id < 0:
-                    break
-                sequence.tokens.append(token_id)
-                sequence.weight_versions.append(version)
-                accepted.append(token_id)
-                if sequence.params.logprobs is not None:
-                    sequence.logprobs.append(_logprob(sequence, result, i, round_, drawn=True))
-                reason = sequence.stop_reason()
-                if reason is not None:
-                    break
-            events.append(TokenEvent(sequence, tuple(accepted), reason))
-        return events
-
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.finish(reason)
         self.tables.release(sequence)
@@ -489,27 +393,3 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
-
-
-def _logprob(sequence: Sequence, result: StepResult, sample: int, round_: int, *, drawn: bool) -> TokenLogprob:
-    count = sequence.params.logprobs or 0
-    top = zip(
-        result.top_ids_SRX[sample, round_, :count].tolist(),
-        result.top_logprobs_SRX[sample, round_, :count].tolist(),
-        strict=True,
-    )
-    token_id, logprob = int(result.tokens_SR[sample, round_]), float(result.logprobs_SR[sample, round_])
-    if not drawn:
-        return TokenLogprob(token_id, logprob, tuple(top))
-    processed_top = zip(
-        result.processed_top_ids_SRX[sample, round_, :count].tolist(),
-        result.processed_top_logprobs_SRX[sample, round_, :count].tolist(),
-        strict=True,
-    )
-    return TokenLogprob(
-        token_id,
-        logprob,
-        tuple(top),
-        float(result.processed_logprobs_SR[sample, round_]),
-        tuple((id_, value) for id_, value in processed_top if value > float("-inf")),
-    )

@@ -79,11 +79,11 @@ class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root", "host_pages",
-        "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens", "num_computed",
-        "num_failures", "num_inherited", "num_published", "num_stop_tokens", "page_hashes", "pages", "params", "parent",
-        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "seed", "state", "stop_ids", "text",
-        "tokens", "weight_versions",
+        "arrival", "detokenizer", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings", "hash_root",
+        "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index", "num_cached_tokens",
+        "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens", "num_tokens", "order",
+        "output_token_ids", "page_hashes", "pages", "params", "parent", "preemptions", "priority", "prompt_len",
+        "prompt_logprobs", "request", "sampling_record", "seed", "state", "stop_ids", "weight_versions",
     )  # fmt: skip
 
     def __init__(
@@ -95,7 +95,7 @@ class Sequence:
         seed: int,
         max_tokens: int,
         eos_ids: frozenset[int] = frozenset(),
-        text: StopDetector | None = None,
+        detokenizer: StopDetector | None = None,
         grammar: Grammar | None = None,
     ) -> None:
         self.request = request
@@ -115,13 +115,20 @@ class Sequence:
         self.eos_ids = frozenset() if request.params.ignore_eos else eos_ids
         self.stop_ids = [*self.eos_ids, *request.params.stop_token_ids]
         """Token ids that end it once it has `min_tokens`."""
-        self.text = text
+        self.detokenizer = detokenizer
         """Turns the output into text; None without a tokenizer."""
         self.params = request.params
+        self.sampling_record: bytes | None = None
+        """`params` as the packer lays them out, made once."""
         self.has_stop_strings = bool(request.params.stop_strings)
         self.priority = request.priority
+        self.order = (-request.priority, arrival, index)
+        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
         self.prompt_len = len(request.prompt_token_ids)
-        self.tokens = list(request.prompt_token_ids)
+        self.output_token_ids: list[int] = []
+        """What has been generated so far. The prompt stays with the request: all sequences of it share one."""
+        self.num_tokens = self.prompt_len
+        """How many tokens there are, of the prompt and generated: kept, because every step asks several times."""
         self.pages = array("i")
         """The page table: position p lives in page `pages[p // page_size]`."""
         self.host_pages = array("i")
@@ -153,11 +160,12 @@ class Sequence:
         """Constrains the output; it has read all of it."""
         self.mask: np.ndarray | None = None
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
-        if grammar is not None:
-            self.mask = self._allowed(grammar, grammar.mask())
 
     def fork(self) -> "Sequence":
-        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own.
+
+        Its text begins where its output does: what somebody has read of this one's text is still to be read of it.
+        """
         first = self.family[0]
         child = Sequence(
             self.request,
@@ -166,13 +174,14 @@ class Sequence:
             seed=self.seed,
             max_tokens=self.max_tokens,
             eos_ids=self.eos_ids,
-            text=self.text and self.text.sibling(),
+            detokenizer=self.detokenizer and self.detokenizer.fork(),
         )
         first.next_index += 1
         child.family = self.family
         child.family.append(child)
-        child.parent, child.num_inherited = self, len(self.tokens)
-        child.tokens = self.tokens.copy()
+        child.parent, child.num_inherited = self, self.num_tokens
+        child.output_token_ids = self.output_token_ids.copy()
+        child.num_tokens = self.num_tokens
         child.logprobs = self.logprobs.copy()
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
@@ -188,19 +197,22 @@ class Sequence:
         return f"<Sequence {self.name} {self.state}, {self.num_output} of {self.max_tokens} tokens>"
 
     @property
-    def output_token_ids(self) -> list[int]:
-        """What has been generated so far."""
-        return self.tokens[self.prompt_len :]
-
-    @property
     def num_output(self) -> int:
         """How many tokens have been generated so far."""
-        return len(self.tokens) - self.prompt_len
+        return len(self.output_token_ids)
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        """Smaller runs first: higher priority, then earlier arrival, then lower index."""
-        return (-self.priority, self.arrival, self.index)
+    def tokens(self) -> list[int]:
+        """The prompt and what has been generated. Builds a list: see `tokens_between` for a part."""
+        return [*self.request.prompt_token_ids, *self.output_token_ids]
+
+    def tokens_between(self, start: int, end: int) -> SequenceOf[int]:
+        """The tokens at the positions `start .. end-1`."""
+        prompt_len = self.prompt_len
+        if start >= prompt_len:
+            return self.output_token_ids[start - prompt_len : end - prompt_len]
+        prompt = self.request.prompt_token_ids[start:end]
+        return prompt if end <= prompt_len else [*prompt, *self.output_token_ids[: end - prompt_len]]
 
     @property
     def forbidden_ids(self) -> SequenceOf[int]:
@@ -223,48 +235,3 @@ class Sequence:
         self.grammar = self.mask = None
         if self.index >= self.params.n:
             self.family.remove(self)
-
-    def stop_reason(self) -> FinishReason | None:
-        """Judge the newest output token: does the sequence end with it, and why."""
-        num_output, params = len(self.tokens) - self.prompt_len, self.params
-        if num_output >= params.min_tokens:
-            token_id = self.tokens[-1]
-            if token_id in self.eos_ids:
-                self.num_stop_tokens = 1
-                return FinishReason.EOS
-            if token_id in params.stop_token_ids:
-                self.num_stop_tokens = 1
-                return FinishReason.STOP
-            if params.stop and self._at_stop(num_output):
-                return FinishReason.STOP
-        if self.grammar is not None and (reason := self._read_on(self.grammar)):
-            return reason
-        return FinishReason.LENGTH if num_output >= self.max_tokens else None
-
-    def _at_stop(self, num_output: int) -> bool:
-        last = self.tokens[-1]
-        for stop in self.params.stop:
-            if stop[-1] == last and num_output >= len(stop) and tuple(self.tokens[-len(stop) :]) == stop:
-                self.num_stop_tokens = len(stop)
-                return True
-        return bool(self.has_stop_strings and self.text and self.text.advance(self.tokens, self.prompt_len))
-
-    def _read_on(self, grammar: Grammar) -> FinishReason | None:
-        """Take the newest tokens through the grammar and find what may follow; if nothing may, the sequence ends."""
-        if not grammar.advance(self.tokens, self.prompt_len):
-            return FinishReason.ABORT
-        text = grammar.mask()
-        has_text = text.any()
-        self.mask = self._allowed(grammar, text)
-        if has_text and self.mask.any():
-            return None
-        return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
-
-    def _allowed(self, grammar: Grammar, mask: np.ndarray) -> np.ndarray:
-        """What may be drawn: text that goes on, the end where it may end, and no stop before `min_tokens`."""
-        if grammar.accepts:
-            for token_id in self.eos_ids:
-                mask[token_id >> 5] |= 1 << (token_id & 31)
-        for token_id in self.forbidden_ids:
-            mask[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
-        return mask

@@ -22,12 +22,12 @@ class FinishReason(StrEnum):
 class StopDetector(Protocol):
     """What a sequence asks of whoever turns its tokens into text."""
 
-    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
-        """Read on in the output, which begins at `start`, and say whether a stop string is complete."""
+    def advance(self, output_token_ids: SequenceOf[int], /) -> bool:
+        """Read on in the output, given whole, and say whether a stop string is complete."""
         ...
 
-    def sibling(self) -> "StopDetector":
-        """A fresh one for another sequence of the same request."""
+    def fork(self) -> "StopDetector":
+        """Another one that has read the same tokens, for another sequence of the same request."""
         ...
 
 
@@ -43,8 +43,8 @@ class Grammar(Protocol):
         """The tokens that may come next, end tokens left out: bit t % 32 of word t // 32. The caller's own."""
         ...
 
-    def advance(self, token_ids: SequenceOf[int], start: int, /) -> bool:
-        """Read on in the output, which begins at `start`. False if a token may not be there, or if all has failed."""
+    def advance(self, output_token_ids: SequenceOf[int], /) -> bool:
+        """Read on in the output, given whole. False if a token may not be there, or if all has failed."""
         ...
 
     def copy(self) -> "Grammar":

@@ -5,7 +5,7 @@ by construction: a padded token's destination lies outside the pool and its writ
 tokens and no KV, a padded sample draws from token 0 and nobody reads it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,10 +15,12 @@ import numpy as np
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
 
-MAX_STOP_IDS = 80
-"""Token ids that end one sequence: up to 64 of its own and the model's end tokens."""
+MAX_STOP_IDS = 64
+"""Token ids of its own that end one sequence, beside the model's end tokens."""
+MAX_EOS_IDS = 16
+"""End tokens of a model."""
 MAX_BIASES = 384
-"""Token ids whose logit one sample may change: 300 biases, up to 64 stop ids and the model's end tokens."""
+"""Token ids whose logit one sample may change: 300 biases, 64 stop ids and the model's end tokens."""
 NUM_TOP_LOGPROBS = 20
 """Alternatives reported beside a token, at most."""
 
@@ -52,7 +54,8 @@ class BatchLayout:
     destinations_T: Any
     """Where its KV is written: page * page_size + offset; the pool's size for none."""
     page_table_BP: Any
-    """Pages of each row, in order. Entries past kv_len are never read unmasked and may be anything in range."""
+    """Pages of each row, in order. Entries past kv_len are never read unmasked and may be anything in range. None on
+    the host, which ships `PageIds`."""
     kv_lens_B: Any
     """Positions of each row that exist once this step's tokens are written; 0 for padding."""
     cu_q_lens_B1: Any
@@ -63,44 +66,44 @@ class BatchLayout:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SampleInputs:
-    """What to draw, and how."""
+    """What to draw, and how. On the host, what no sample of a step asks for is None, and is not shipped."""
 
     packed_index_S: Any
     """The token whose logits are drawn from."""
-    row_S: Any
-    """The row that token is in."""
-    prompt_len_S: Any
-    """Where the output begins; penalties tell it from the prompt."""
-    temperature_S: Any
-    """0 for the most likely token."""
-    top_k_S: Any
-    """0 for all."""
-    top_p_S: Any
-    min_p_S: Any
-    seed_S2: Any
-    """The request's seed, as two words."""
-    index_S: Any
-    """Which sequence of its request."""
     position_S: Any
     """The position of the token drawn."""
-    target_S: Any
-    """The token to score instead of drawing one, or INVALID."""
-    repetition_S: Any
-    """Penalties; 1, 0 and 0 for none."""
-    presence_S: Any
-    frequency_S: Any
-    bias_ids_SE: Any
-    """Token ids whose logit is changed, or INVALID."""
-    bias_SE: Any
-    """What is added to it."""
-    mask_SW: Any
-    """The tokens that may be drawn: bit t % 32 of word t // 32. None on the host where all samples may draw all."""
     has_mask: Any
-    """Whether any sample may not draw all."""
+    """Whether any sample may not draw every token."""
     want_logprobs: Any
     """Whether any sample's log-probability will be read."""
     want_top: Any
     """Whether any alternatives will be read."""
+    temperature_S: Any = None
+    """0 for the most likely token."""
+    top_k_S: Any = None
+    """0 for all."""
+    top_p_S: Any = None
+    min_p_S: Any = None
+    seed_S2: Any = None
+    """The request's seed, as two words."""
+    index_S: Any = None
+    """Which sequence of its request."""
+    target_S: Any = None
+    """The token to score instead of drawing one, or INVALID."""
+    row_S: Any = None
+    """The row that the sample's token is in: the history that penalties look at."""
+    prompt_len_S: Any = None
+    """Where the output begins; penalties tell it from the prompt."""
+    repetition_S: Any = None
+    """Penalties; 1, 0 and 0 for none."""
+    presence_S: Any = None
+    frequency_S: Any = None
+    bias_ids_SE: Any = None
+    """Token ids whose logit is changed, or INVALID."""
+    bias_SE: Any = None
+    """What is added to it."""
+    mask_SW: Any = None
+    """The tokens that may be drawn: bit t % 32 of word t // 32."""
 
 
 @jax.tree_util.register_dataclass
@@ -110,8 +113,57 @@ class RoundInputs:
 
     max_rounds_B: Any
     """Tokens the row may produce: by its budget, and by its pages; 0 for padding."""
-    stop_ids_BE: Any
-    """Token ids after which it need not go on, or INVALID. The host judges again."""
+    stops_at_eos_B: Any
+    """Whether the row need not go on after one of `eos_ids`. The host judges again."""
+    eos_ids_E: Any
+    """The model's end tokens, or INVALID."""
+    stop_ids_BE: Any = None
+    """Token ids of its own after which a row need not go on, or INVALID; None on the host where no row has any."""
+
+
+def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
+    """Every array of `SampleInputs`, with the values that stand for what nobody asked for."""
+
+    def full(value: Any, dtype: Any, *dims: int) -> np.ndarray:
+        return np.full((num_samples, *dims), value, dtype)
+
+    return SampleInputs(
+        packed_index_S=full(0, np.int32),
+        position_S=full(0, np.int32),
+        has_mask=np.array(False),
+        want_logprobs=np.array(False),
+        want_top=np.array(False),
+        temperature_S=full(0, np.float32),
+        top_k_S=full(0, np.int32),
+        top_p_S=full(1, np.float32),
+        min_p_S=full(0, np.float32),
+        seed_S2=full(0, np.uint32, 2),
+        index_S=full(0, np.int32),
+        target_S=full(INVALID, np.int32),
+        row_S=full(0, np.int32),
+        prompt_len_S=full(0, np.int32),
+        repetition_S=full(1, np.float32),
+        presence_S=full(0, np.float32),
+        frequency_S=full(0, np.float32),
+        bias_ids_SE=full(INVALID, np.int32, MAX_BIASES),
+        bias_SE=full(0, np.float32, MAX_BIASES),
+        mask_SW=full(0, np.uint32, mask_words(vocab_size)),
+    )
+
+
+def default_rounds(num_rows: int) -> RoundInputs:
+    """Every array of `RoundInputs`, for rows that go nowhere and have no stop ids."""
+    return RoundInputs(
+        max_rounds_B=np.zeros(num_rows, np.int32),
+        stops_at_eos_B=np.zeros(num_rows, np.bool_),
+        eos_ids_E=np.full(MAX_EOS_IDS, INVALID, np.int32),
+        stop_ids_BE=np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32),
+    )
+
+
+def with_defaults[T](given: T, defaults: T) -> T:
+    """A step's inputs with what is None replaced: the defaults are on the device already, and nothing is shipped."""
+    return jax.tree.map(lambda a, b: b if a is None else a, given, defaults, is_leaf=lambda x: x is None)
 
 
 @dataclass(frozen=True)
@@ -129,11 +181,25 @@ class PageCommands:
 
 
 @dataclass(frozen=True)
+class PageIds:
+    """The page tables of all rows, one after another: as many ids as the rows have pages, whatever the longest has."""
+
+    ids_X: np.ndarray
+    cu_lens_B1: np.ndarray
+    """Row b has the ids cu_lens[b] .. cu_lens[b+1]-1."""
+
+    def of(self, row: int) -> np.ndarray:
+        """The page table of one row."""
+        return self.ids_X[self.cu_lens_B1[row] : self.cu_lens_B1[row + 1]]
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One step, as arrays. A second process that runs the same inputs comes to the same state."""
 
     tokens_T: np.ndarray
     layout: BatchLayout
+    page_ids: PageIds
     samples: SampleInputs
     rounds: RoundInputs
     pages: PageCommands
@@ -142,8 +208,16 @@ class StepInputs:
     def shape(self) -> StepShape:
         """The program this step needs."""
         return StepShape(
-            len(self.tokens_T), len(self.layout.kv_lens_B), len(self.samples.temperature_S), self.layout.decode
+            len(self.tokens_T), len(self.layout.kv_lens_B), len(self.samples.packed_index_S), self.layout.decode
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """What is shipped to the device."""
+        ids, pages = self.page_ids, self.pages
+        arrays = jax.tree.leaves((self.tokens_T, self.layout, self.samples, self.rounds))
+        arrays += [ids.ids_X, ids.cu_lens_B1, pages.swap_out, pages.copy, pages.swap_in, pages.poison]
+        return sum(array.nbytes for array in arrays)
 
 
 @jax.tree_util.register_dataclass
@@ -154,7 +228,8 @@ class StepOutput:
     tokens_SR: Any
     """INVALID in rounds that the row did not take part in."""
     logprobs_SR: Any
-    """Raw log-probability of the token, before everything else; 0 where nobody asked, as in all that follows."""
+    """Raw log-probability of the token, before everything else. What nobody asked for is not fetched: None on the
+    host, as in all that follows."""
     top_ids_SRX: Any
     top_logprobs_SRX: Any
     processed_logprobs_SR: Any
@@ -162,6 +237,13 @@ class StepOutput:
     processed_top_ids_SRX: Any
     processed_top_logprobs_SRX: Any
     """-inf for a token that could not be drawn."""
+
+    def only(self, *, logprobs: bool, top: bool) -> "StepOutput":
+        """The tokens, and of the rest what was asked for; None in the place of what was not."""
+        absent = [] if logprobs else ["logprobs_SR", "processed_logprobs_SR"]
+        if not top:
+            absent += ["top_ids_SRX", "top_logprobs_SRX", "processed_top_ids_SRX", "processed_top_logprobs_SRX"]
+        return replace(self, **dict.fromkeys(absent))
 
     @classmethod
     def empty(cls, num_samples: int, num_rounds: int) -> "StepOutput":

@@ -1,12 +1,12 @@
 """The KV arrays on the device: created once, donated to every program, never cleared.
 
-Their layout belongs to the attention backend. Here whole pages are copied, poisoned and moved to and from host memory
-along the page axis that the backend declares, and nothing else is indexed. Beside its KV a page carries the ids of its
-tokens, so that wherever a page goes, what a sequence has seen goes with it.
+Their layout belongs to the attention backend, which declares the arrays of each layer. Here whole pages are copied,
+poisoned and moved to and from host memory along each array's page axis, and nothing else is indexed. Beside its KV a
+page carries the ids of its tokens, so that wherever a page goes, what a sequence has seen goes with it.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,41 +17,54 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from quire.config import ModelConfig
-from quire.device.attention import Backend
-from quire.device.inputs import INVALID
-from quire.device.mesh import sharding
-
-Layer = tuple[jax.Array, ...]
+from quire.device.attention import Backend, LayerKV
+from quire.device.mesh import ArraySpec, sharding
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """One tuple of arrays for each layer. (A pytree may hold other things than arrays: hence no narrower type.)"""
+    """The pool of pages. (A pytree may hold other things than arrays: hence no narrower types.)"""
 
     layers: Any
+    """A `LayerKV` for each layer."""
     tokens_MZ: Any
     """The token id at each place; only valid where KV is."""
-    page_axis: int = field(metadata={"static": True})
-    """Of the layers' arrays."""
 
 
 def create(
     backend: Backend, model: ModelConfig, *, num_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh
 ) -> KVCache:
     """Allocate the pool. The only time its bytes are written without a token."""
-    shapes = backend.shapes(model, num_pages, page_size, dtype)
-    placed = sharding(mesh, *backend.axes)
-    zeros = jax.jit(lambda: tuple(jnp.zeros(shape, dtype) for shape in shapes), out_shardings=placed)
-    layers = [zeros() for _ in range(model.num_layers)]
+    layers = []
+    make: dict[Any, Callable[[], LayerKV]] = {}
+    for attention in model.attention:
+        if attention not in make:
+            specs = backend.arrays(attention, num_pages, page_size, dtype)
+            make[attention] = jax.jit(partial(_zeros, specs), out_shardings=_placement(specs, mesh))
+        layers.append(make[attention]())
     tokens_MZ = jax.device_put(np.zeros((num_pages, page_size), np.int32), sharding(mesh))
-    return KVCache(layers, tokens_MZ, page_axis=backend.axes.index("pages"))
+    return KVCache(layers, tokens_MZ)
 
 
-def placement(backend: Backend, mesh: Mesh) -> KVCache:
+def _zeros(specs: tuple[ArraySpec, ...]) -> LayerKV:
+    return LayerKV(tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs), tuple(spec.axes for spec in specs))
+
+
+def _placement(specs: tuple[ArraySpec, ...], mesh: Mesh) -> LayerKV:
+    axes = tuple(spec.axes for spec in specs)
+    return LayerKV(tuple(sharding(mesh, *names) for names in axes), axes)
+
+
+def placement(cache: KVCache) -> KVCache:
     """Where the arrays live, in the place of the arrays."""
-    kv = sharding(mesh, *backend.axes)
-    return KVCache(kv, sharding(mesh), page_axis=backend.axes.index("pages"))
+    return jax.tree.map(lambda array: array.sharding, cache)
+
+
+def page_bytes(backend: Backend, model: ModelConfig, *, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one page: its KV in every layer, over all devices, and the ids of its tokens."""
+    specs = [spec for attention in model.attention for spec in backend.arrays(attention, 1, page_size, dtype)]
+    return sum(spec.nbytes for spec in specs) + page_size * np.dtype(np.int32).itemsize
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -62,10 +75,11 @@ def copy_pages(cache: KVCache, source_C: Int[Array, " C"], target_C: Int[Array, 
 
 @partial(jax.jit, donate_argnums=0)
 def poison_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
-    """Fill pages with NaN in every layer. Donates the cache; a page outside the pool is dropped."""
+    """Fill pages with NaN, or -1 in arrays of integers. Donates the cache; a page outside the pool is dropped."""
 
     def poison(array: jax.Array, axis: int) -> jax.Array:
-        return _put(array, axis, pages_C, jnp.nan if jnp.issubdtype(array.dtype, jnp.floating) else INVALID)
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return _put(array, axis, pages_C, np.nan if is_float else np.array(-1).astype(array.dtype))
 
     return _map(poison, cache)
 
@@ -108,10 +122,14 @@ class HostPages:
 
 def _map(function: Callable, cache: KVCache, *others: KVCache) -> KVCache:
     """Apply `function(array, page axis, other arrays...)` to every array of the cache."""
-    layers = jax.tree.map(
-        lambda *arrays: function(arrays[0], cache.page_axis, *arrays[1:]), cache.layers, *(o.layers for o in others)
-    )
-    return KVCache(layers, function(cache.tokens_MZ, 0, *(o.tokens_MZ for o in others)), cache.page_axis)
+
+    def map_layer(layer: LayerKV, *same: LayerKV) -> LayerKV:
+        page_axes = [axes.index("pages") for axes in layer.axes]
+        arrays = zip(layer.arrays, page_axes, *(other.arrays for other in same), strict=True)
+        return LayerKV(tuple(function(*args) for args in arrays), layer.axes)
+
+    layers = [map_layer(*same) for same in zip(cache.layers, *(other.layers for other in others), strict=True)]
+    return KVCache(layers, function(cache.tokens_MZ, 0, *(other.tokens_MZ for other in others)))
 
 
 def _take(array: jax.Array, axis: int, pages_C: jax.Array) -> jax.Array:

@@ -7,13 +7,12 @@ A model calls `linear(x, weight)` and does not know which kind it has:
     Packed       bfloat16 in the order in which the native library reads it
     Int8         int8 with one scale per output; activations become two int8 terms on the way
 
-`prepare` makes these, once, from the public layout of docs/weights.md. (A pytree may hold other things than arrays:
+`convert` makes these from the public layout of docs/weights.md. (A pytree may hold other things than arrays:
 hence no narrower types of their fields.)
 """
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -121,7 +120,7 @@ def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.squeeze(largest * np.float32(1 / 127), axis)
 
 
-# -- from the public layout to what runs -------------------------------------------------------------------------
+# -- which kind, and how it is made from the public layout ---------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -131,9 +130,10 @@ class MatmulKind:
     native: bool
     int8: bool
 
-
-MATMULS = ("qkv", "output", "gate_up", "down")
-"""The arrays of a layer that are multiplied with, `[in, *out]`."""
+    @property
+    def converts(self) -> bool:
+        """Whether matrices are made anew from the public layout, or used as they are."""
+        return self.native or self.int8
 
 
 def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> MatmulKind:
@@ -150,51 +150,25 @@ def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
     return native.why_not_on(mesh)
 
 
-def prepare(params: dict[str, Any], kind: MatmulKind, *, copy: bool = False) -> dict[str, Any]:
-    """The weights a model runs on, from those of the public layout.
+def convert(array: jax.Array, contracted_axis: int, kind: MatmulKind) -> Weight:
+    """What `linear` multiplies with, from an array `[in, *out]` (contracted axis 0) or `[out, in]` (1).
 
-    Takes the arrays out of `params` one at a time: memory that nobody else holds is free before the next is made. What
-    stays as it is shares memory with the caller's, unless a copy is asked for.
+    Shares memory with the array where it stays as it is; otherwise waits until the new one is made.
     """
-    keep = jnp.copy if copy else _itself
-    embed = keep(params.pop("embed"))
-    head = params.pop("unembed", None)
-    ready = {
-        "embed": embed,
-        "unembed": _make(Transposed(embed), kind, _itself) if head is None else _make(Transposed(head), kind, keep),
-        "norm": keep(params.pop("norm")),
-        "layers": [],
-    }
-    del head
-    for layer in params.pop("layers"):
-        names = list(layer)
-        ready["layers"].append(
-            {name: _make(layer.pop(name), kind, keep) if name in MATMULS else keep(layer.pop(name)) for name in names}
-        )
-    return jax.block_until_ready(ready)
+    is_transposed = contracted_axis == 1
+    if not kind.converts:
+        return Transposed(array) if is_transposed else array
+    return jax.block_until_ready(_convert(array, is_transposed, kind))
 
 
-def _itself(array: jax.Array) -> jax.Array:
-    return array
-
-
-def _make(weight: jax.Array | Transposed, kind: MatmulKind, keep: Callable[[jax.Array], jax.Array]) -> Weight:
-    if not kind.native and not kind.int8:
-        return jax.tree.map(keep, weight)
-    return jax.block_until_ready(_convert(weight, kind))
-
-
-@functools.partial(jax.jit, static_argnames="kind")
-def _convert(weight: jax.Array | Transposed, kind: MatmulKind) -> Packed | Int8:
-    transposed = isinstance(weight, Transposed)
-    array = weight.array if isinstance(weight, Transposed) else weight
-    outer = array.shape[:1] if transposed else array.shape[1:]
+@functools.partial(jax.jit, static_argnames=("is_transposed", "kind"))
+def _convert(array: jax.Array, is_transposed: bool, kind: MatmulKind) -> Packed | Int8:
     if not kind.int8:
-        return Packed(pack(array, transposed), outer)
-    values, scale = quantize(array, axis=1 if transposed else 0)
+        return Packed(pack(array, is_transposed), array.shape[:1] if is_transposed else array.shape[1:])
+    values, scale = quantize(array, axis=1 if is_transposed else 0)
     if kind.native:
-        return Int8(pack(values, transposed), scale, packed=True)
-    return Int8(values.T if transposed else values, scale, packed=False)
+        return Int8(pack(values, is_transposed), scale, packed=True)
+    return Int8(values.T if is_transposed else values, scale, packed=False)
 
 
 def pack(array: jax.Array, transposed: bool = False) -> jax.Array:

@@ -11,8 +11,9 @@ Shape letters, used as suffixes all over the device column:
     S samples          R rounds        X top log-probabilities
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +28,19 @@ RULES: dict[str | None, str | None] = {
     "ffn": MODEL_AXIS,
     "vocab": MODEL_AXIS,
 }
+
+
+class ArraySpec(NamedTuple):
+    """One array: its shape, its type and the names of its axes (None for an axis that nobody asks for)."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole array, over all devices."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:

@@ -58,7 +58,8 @@ def run_rounds(
         output = jax.tree.map(
             lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, round_, axis=1), output, drawn
         )
-        is_stop_B = jnp.any(tokens_B[:, None] == rounds.stop_ids_BE, axis=1)
+        is_eos_B = jnp.any(tokens_B[:, None] == rounds.eos_ids_E[None, :], axis=1)
+        is_stop_B = jnp.any(tokens_B[:, None] == rounds.stop_ids_BE, axis=1) | (is_eos_B & rounds.stops_at_eos_B)
         is_active_B = is_active_B & ~is_stop_B & (round_ + 1 < rounds.max_rounds_B)
         return round_ + 1, cache, tokens_B, is_active_B, output
 

@@ -11,6 +11,7 @@ run time (`lax.cond`), so that one program serves every mix of requests.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -82,20 +83,8 @@ def sample(
     zeros_S = jnp.zeros(num_samples, jnp.float32)
     logprobs_S, processed_logprobs_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
 
-    width = min(NUM_TOP_LOGPROBS, logits_SV.shape[1])
-
-    def top():
-        values_SX, ids_SX = lax.top_k(logits_SV, width)
-        drawn_values_SX, drawn_ids_SX = lax.cond(
-            is_processed, lambda: tuple(lax.top_k(process(), width)), lambda: (values_SX, ids_SX)
-        )
-        drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.inv_temperature_S[:, None] - jnp.log(drawn.mass_S)[
-            :, None
-        ]
-        rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
-        drawn_SX = jnp.where(rank_SX < drawn.num_kept_S[:, None], drawn_SX, -jnp.inf)
-        missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
-        return tuple(jnp.pad(x_SX, missing) for x_SX in (ids_SX, values_SX - total_S[:, None], drawn_ids_SX, drawn_SX))
+    def top() -> tuple[jax.Array, ...]:
+        return _top_logprobs(logits_SV, total_S, is_processed, process, drawn)
 
     ids_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.int32)
     zeros_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.float32)
@@ -110,6 +99,26 @@ def sample(
         processed_top_ids_SRX=processed_top_ids_SX[:, None],
         processed_top_logprobs_SRX=processed_top_SX[:, None],
     )
+
+
+def _top_logprobs(
+    logits_SV: jax.Array, total_S: jax.Array, is_processed: jax.Array, process: Callable[[], jax.Array], drawn: Drawn
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The likeliest tokens and their log-probabilities under the model, then under what was drawn from."""
+    width = min(NUM_TOP_LOGPROBS, logits_SV.shape[1])
+    values_SX, ids_SX = lax.top_k(logits_SV, width)
+    drawn_values_SX, drawn_ids_SX = lax.cond(
+        is_processed, lambda: tuple(lax.top_k(process(), width)), lambda: (values_SX, ids_SX)
+    )
+    drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.inv_temperature_S[:, None]
+    drawn_SX -= jnp.log(drawn.mass_S)[:, None]
+    rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
+    drawn_SX = jnp.where(rank_SX < drawn.num_kept_S[:, None], drawn_SX, -jnp.inf)
+    missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
+    ids_SX, values_SX, drawn_ids_SX, drawn_SX = (
+        jnp.pad(x_SX, missing) for x_SX in (ids_SX, values_SX - total_S[:, None], drawn_ids_SX, drawn_SX)
+    )
+    return ids_SX, values_SX, drawn_ids_SX, drawn_SX
 
 
 def _same(logits_SV: jax.Array) -> jax.Array:

@@ -1,107 +1,79 @@
-"""The only bridge between the columns: a plan in host terms becomes padded arrays of a known shape.
+"""Where both columns meet: a plan in host terms becomes padded arrays of a known shape.
 
 rows           | row 0 ......... | row 1 | row 2 .... |
 packed tokens  0            cu_q_lens[1]  [2]        [3] = num_tokens   ... padded to the shape
 destination    page_table[position // page_size] * page_size + position % page_size
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from quire.config import EngineConfig
 from quire.core.errors import AuditError
 from quire.core.plan import Row, Sample, StepPlan
+from quire.core.sequence import Sequence as TokenSequence
 from quire.device.inputs import (
     INVALID,
     MAX_BIASES,
+    MAX_EOS_IDS,
     MAX_STOP_IDS,
     BatchLayout,
     PageCommands,
+    PageIds,
     RoundInputs,
     SampleInputs,
     StepInputs,
     StepShape,
 )
 
-MIN_ROWS = 4
-"""On a CPU a matmul with fewer rows is several times slower than one with four."""
-MIN_HALFWAY_ROWS = 16
-"""From here on a step that is padded to twice its rows costs enough to have a program for halfway."""
-MIN_MIXED_TOKENS = 32
-MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
-
-
-def step_shapes(config: EngineConfig) -> list[StepShape]:
-    """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens."""
-    most_rows, most_tokens = max(config.max_num_seqs, MIN_ROWS), max(config.max_num_batched_tokens, MIN_ROWS)
-    most_samples = max(config.max_num_samples, MIN_ROWS)
-    rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
-    halfway = [low + (high - low) // 2 for low, high in pairwise(rows) if low >= MIN_HALFWAY_ROWS]
-    if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:
-        rows = sorted(rows + halfway)
-    tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
-    decode = [StepShape(n, n, n, decode=True) for n in rows]
-    return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
-
-
-def _ladder(low: int, high: int, *, factor: int, most: int) -> list[int]:
-    """From low to high by a factor, which is widened until there are few enough steps."""
-    steps = [low]
-    while steps[-1] < high:
-        steps.append(min(steps[-1] * factor, high))
-    return steps if len(steps) <= most else _ladder(low, high, factor=factor * 2, most=most)
-
 
 class Packer:
     """Turns plans into `StepInputs`. Keeps no state between steps: every array is built fresh."""
 
     def __init__(
-        self, shapes: Sequence[StepShape], *, page_size: int, num_pages: int, pages_per_row: int, debug: bool = False
+        self,
+        shapes: Sequence[StepShape],
+        *,
+        page_size: int,
+        num_pages: int,
+        eos_ids: Collection[int] = (),
+        debug: bool = False,
     ) -> None:
         self._shapes = shapes
         self._page_size = page_size
         self._nowhere = num_pages * page_size
-        self._pages_per_row = pages_per_row
+        self._eos_ids_E = _padded(sorted(eos_ids), MAX_EOS_IDS, INVALID)
         self._debug = debug
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """Lay a plan out in the smallest shape that holds it."""
         shape, rows, page_size = self._shape(plan), plan.rows, self._page_size
-        page_table_BP = np.zeros((shape.num_rows, self._pages_per_row), np.int32)
-        page_table_BP[_ragged([len(row.sequence.pages) for row in rows])] = np.frombuffer(
-            b"".join(row.sequence.pages for row in rows), np.int32
-        )
+        page_ids = _pack_page_ids(rows, shape.num_rows)
         tokens: list[int] = []
         for sequence, first, count, _ in rows:
-            tokens += sequence.tokens[first : first + count]
+            tokens += sequence.tokens_between(first, first + count)
         firsts_B = np.array([row.first for row in rows], np.int32)
         counts_B = np.array([row.num_tokens for row in rows], np.int32)
         rows_T, steps_T = _ragged(counts_B)
         positions = firsts_B[rows_T] + steps_T
-        places = page_table_BP[rows_T, positions // page_size] * page_size + positions % page_size
-
-        tokens_T = _padded(tokens, shape.num_tokens, 0)
-        positions_T = _padded(positions, shape.num_tokens, 0)
-        destinations_T = _padded(places, shape.num_tokens, self._nowhere)
-        kv_lens_B = _padded(firsts_B + counts_B, shape.num_rows, 0)
-        cu_q_lens_B1 = np.cumsum(_padded([0, *counts_B], shape.num_rows + 1, 0), dtype=np.int32)
+        pages = page_ids.ids_X[page_ids.cu_lens_B1[rows_T] + positions // page_size]
+        destinations_T = _padded(pages * page_size + positions % page_size, shape.num_tokens, self._nowhere)
         if self._debug:
             self._check_destinations(destinations_T)
         layout = BatchLayout(
-            positions_T=positions_T,
+            positions_T=_padded(positions, shape.num_tokens, 0),
             destinations_T=destinations_T,
-            page_table_BP=page_table_BP,
-            kv_lens_B=kv_lens_B,
-            cu_q_lens_B1=cu_q_lens_B1,
+            page_table_BP=None,
+            kv_lens_B=_padded(firsts_B + counts_B, shape.num_rows, 0),
+            cu_q_lens_B1=_cumulative(counts_B, shape.num_rows),
             decode=shape.decode,
         )
         return StepInputs(
-            tokens_T=tokens_T,
+            tokens_T=_padded(tokens, shape.num_tokens, 0),
             layout=layout,
+            page_ids=page_ids,
             samples=pack_samples(plan.samples, shape.num_samples),
-            rounds=_pack_rounds(rows, shape.num_rows),
+            rounds=self._pack_rounds(rows, shape.num_rows),
             pages=PageCommands(
                 swap_out=_pairs(plan.operations.swap_outs),
                 copy=_pairs(plan.operations.copies),
@@ -109,6 +81,20 @@ class Packer:
                 poison=np.array(plan.operations.poisons, np.int32),
             ),
         )
+
+    def _pack_rounds(self, rows: Sequence[Row], num_rows: int) -> RoundInputs:
+        """How far each row may go on, and the ids that end it; a padded row goes nowhere."""
+        stops_at_eos_B = np.zeros(num_rows, np.bool_)
+        stop_ids_BE, max_rounds = None, [row.max_rounds for row in rows]
+        going_on = [i for i, rounds in enumerate(max_rounds) if rounds > 1]
+        stops_at_eos_B[going_on] = [bool(rows[i].sequence.eos_ids) for i in going_on]
+        for i in going_on:
+            ids = rows[i].sequence.params.stop_token_ids
+            if ids:
+                if stop_ids_BE is None:
+                    stop_ids_BE = np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32)
+                stop_ids_BE[i, : len(ids)] = ids
+        return RoundInputs(_padded(max_rounds, num_rows, 0), stops_at_eos_B, self._eos_ids_E, stop_ids_BE)
 
     def _check_destinations(self, destinations_T: np.ndarray) -> None:
         """No two tokens of a step may be written to one place."""
@@ -127,67 +113,102 @@ class Packer:
         raise AuditError(f"no program holds {num_tokens} tokens, {num_rows} rows and {num_samples} samples")
 
 
-def _pack_rounds(rows: Sequence[Row], num_rows: int) -> RoundInputs:
-    """How far each row may go on, and the ids that end it; a padded row goes nowhere."""
-    stop_ids_BE = np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32)
-    for i, row in enumerate(rows):
-        if row.max_rounds > 1:
-            ids = row.sequence.stop_ids
-            stop_ids_BE[i, : len(ids)] = ids
-    return RoundInputs(max_rounds_B=_padded([row.max_rounds for row in rows], num_rows, 0), stop_ids_BE=stop_ids_BE)
+def _pack_page_ids(rows: Sequence[Row], num_rows: int) -> PageIds:
+    """The page tables of all rows, one after another."""
+    ids_X = np.frombuffer(b"".join([row.sequence.pages for row in rows]), np.int32)
+    return PageIds(ids_X, _cumulative([len(row.sequence.pages) for row in rows], num_rows))
+
+
+RECORD = np.dtype(
+    [
+        ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32),
+        ("seed", np.uint32, 2), ("index", np.int32), ("prompt_len", np.int32),
+        ("repetition", np.float32), ("presence", np.float32), ("frequency", np.float32), ("asks", np.int32),
+    ]
+)  # fmt: skip
+"""What sampling needs of a sequence that never changes: made once, and copied into every step."""
+IS_RANDOM, HAS_PENALTY, HAS_BIAS, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_TOP = (1 << i for i in range(6))
+"""What a sequence asks for, as bits of `asks`."""
+SCORED, SCORED_WITH_TOP = (
+    np.array((0, 0, 1, 0, (0, 0), 0, 0, 1, 0, 0, asks), RECORD).tobytes()
+    for asks in (WANTS_LOGPROBS, WANTS_LOGPROBS | WANTS_TOP)
+)
+"""The records of a sample that scores a given token: nothing is drawn, and nothing changes its logits."""
+
+
+def _record(sequence: TokenSequence, target: int | None) -> bytes:
+    if target is not None:
+        return SCORED_WITH_TOP if sequence.params.logprobs else SCORED
+    if sequence.sampling_record is None:
+        params, asks = sequence.params, 0
+        draws = (0.0, 0, 1.0, 0.0, (0, 0), 0)
+        if params.temperature > 0:
+            asks |= IS_RANDOM
+            seed = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
+            draws = (params.temperature, params.top_k, params.top_p, params.min_p, seed, sequence.index)
+        for is_asked, bit in (
+            (params.has_penalty, HAS_PENALTY),
+            (params.logit_bias or params.min_tokens, HAS_BIAS),
+            (sequence.grammar is not None, HAS_GRAMMAR),
+            (params.logprobs is not None, WANTS_LOGPROBS),
+            (params.logprobs, WANTS_TOP),
+        ):
+            asks |= bit if is_asked else 0
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        sequence.sampling_record = np.array((*draws, sequence.prompt_len, *penalties, asks), RECORD).tobytes()
+    return sequence.sampling_record
 
 
 def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
-    """The sampling parameters of a step; padding draws greedily from token 0 and is never read."""
-    mask_SW = _pack_masks(samples, num_samples)
-    inputs = SampleInputs(
-        packed_index_S=np.zeros(num_samples, np.int32),
-        row_S=np.zeros(num_samples, np.int32),
-        prompt_len_S=np.zeros(num_samples, np.int32),
-        temperature_S=np.zeros(num_samples, np.float32),
-        top_k_S=np.zeros(num_samples, np.int32),
-        top_p_S=np.ones(num_samples, np.float32),
-        min_p_S=np.zeros(num_samples, np.float32),
-        seed_S2=np.zeros((num_samples, 2), np.uint32),
-        index_S=np.zeros(num_samples, np.int32),
-        position_S=np.zeros(num_samples, np.int32),
-        target_S=np.full(num_samples, INVALID, np.int32),
-        repetition_S=np.ones(num_samples, np.float32),
-        presence_S=np.zeros(num_samples, np.float32),
-        frequency_S=np.zeros(num_samples, np.float32),
-        bias_ids_SE=np.full((num_samples, MAX_BIASES), INVALID, np.int32),
-        bias_SE=np.zeros((num_samples, MAX_BIASES), np.float32),
-        mask_SW=mask_SW,
+    """The sampling parameters of a step, as far as any sample asks for them; padding is never read."""
+    records = np.frombuffer(b"".join([_record(sample.sequence, sample.target) for sample in samples]), RECORD)
+    asks = int(np.bitwise_or.reduce(records["asks"], initial=0))
+    mask_SW = _pack_masks(samples, num_samples) if asks & HAS_GRAMMAR else None
+    given: dict[str, np.ndarray | None] = {}
+
+    def column(field: str, fill: int = 0) -> np.ndarray:
+        values = records[field]
+        array = np.full((num_samples, *values.shape[1:]), fill, values.dtype)
+        array[: len(values)] = values
+        return array
+
+    if asks & IS_RANDOM:
+        given |= {f"{name}_S": column(name) for name in ("temperature", "top_k", "min_p", "index")}
+        given |= {"top_p_S": column("top_p", 1), "seed_S2": column("seed")}
+    if asks & HAS_PENALTY:
+        given |= {f"{name}_S": column(name) for name in ("prompt_len", "presence", "frequency")}
+        given |= {"repetition_S": column("repetition", 1), "row_S": _padded([s.row for s in samples], num_samples, 0)}
+    if asks & HAS_BIAS:
+        given["bias_ids_SE"], given["bias_SE"] = _pack_biases(samples, num_samples)
+    targets = [INVALID if sample.target is None else sample.target for sample in samples]
+    if any(target != INVALID for target in targets):
+        given["target_S"] = _padded(targets, num_samples, INVALID)
+    return SampleInputs(
+        packed_index_S=_padded([sample.packed_index for sample in samples], num_samples, 0),
+        position_S=_padded([sample.position for sample in samples], num_samples, 0),
         has_mask=np.array(mask_SW is not None),
-        want_logprobs=np.array(any(s.target is not None or s.sequence.params.logprobs is not None for s in samples)),
-        want_top=np.array(any(s.sequence.params.logprobs for s in samples)),
+        want_logprobs=np.array(asks & WANTS_LOGPROBS != 0),
+        want_top=np.array(asks & WANTS_TOP != 0),
+        mask_SW=mask_SW,
+        **given,
     )
-    inputs.packed_index_S[: len(samples)] = [sample.packed_index for sample in samples]
-    for i, (sequence, row, _, position, target) in enumerate(samples):
-        params = sequence.params
-        if target is not None:
-            inputs.target_S[i] = target
+
+
+def _pack_biases(samples: Sequence[Sample], num_samples: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """The ids whose logit changes and by how much, a row for each sample; None and None where there are none now."""
+    ids_SE = bias_SE = None
+    for i, (sequence, _, _, _, target) in enumerate(samples):
+        if target is not None or not (sequence.params.logit_bias or sequence.params.min_tokens):
             continue
-        if params.temperature > 0:
-            inputs.temperature_S[i] = params.temperature
-            inputs.top_k_S[i] = params.top_k
-            inputs.top_p_S[i] = params.top_p
-            inputs.min_p_S[i] = params.min_p
-            inputs.seed_S2[i] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
-            inputs.index_S[i] = sequence.index
-            inputs.position_S[i] = position
-        if params.has_penalty:
-            inputs.row_S[i] = row
-            inputs.position_S[i] = position
-            inputs.prompt_len_S[i] = sequence.prompt_len
-            inputs.repetition_S[i] = params.repetition_penalty
-            inputs.presence_S[i] = params.presence_penalty
-            inputs.frequency_S[i] = params.frequency_penalty
-        if params.logit_bias or params.min_tokens:
-            biases = dict(params.logit_bias) | dict.fromkeys(sequence.forbidden_ids, -np.inf)
-            inputs.bias_ids_SE[i, : len(biases)] = list(biases)
-            inputs.bias_SE[i, : len(biases)] = list(biases.values())
-    return inputs
+        biases = dict(sequence.params.logit_bias) | dict.fromkeys(sequence.forbidden_ids, -np.inf)
+        if not biases:
+            continue
+        if ids_SE is None or bias_SE is None:
+            ids_SE = np.full((num_samples, MAX_BIASES), INVALID, np.int32)
+            bias_SE = np.zeros((num_samples, MAX_BIASES), np.float32)
+        ids_SE[i, : len(biases)] = list(biases)
+        bias_SE[i, : len(biases)] = list(biases.values())
+    return ids_SE, bias_SE
 
 
 def _pack_masks(samples: Sequence[Sample], num_samples: int) -> np.ndarray | None:
@@ -201,6 +222,11 @@ def _pack_masks(samples: Sequence[Sample], num_samples: int) -> np.ndarray | Non
         if mask is not None:
             mask_SW[i] = mask
     return mask_SW
+
+
+def _cumulative(counts: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:
+    """Where each row begins in a ragged array, and where the last one ends; padded rows have nothing."""
+    return np.cumsum(_padded([0, *counts], num_rows + 1, 0), dtype=np.int32)
 
 
 def _ragged(counts: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,10 +1,15 @@
-"""What an engine says of itself."""
+"""What an engine says of itself: counters, timing, and a snapshot of both with the state of its pool."""
 
-from collections.abc import Callable
+import logging
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from quire.core.audit import PoolStats
-from quire.core.sequence import Version
+from quire.core.plan import StepPlan
+from quire.core.sequence import TokenEvent, Version
+
+_log = logging.getLogger("quire")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,27 @@ class Progress:
             self.generated_tokens - earlier.generated_tokens,
             self.timing - earlier.timing,
         )
+
+
+class StepCounters:
+    """Adds up what steps did, as they are committed."""
+
+    def __init__(self) -> None:
+        self.steps = self.rounds = self.rows = 0
+        self.computed_tokens = self.generated_tokens = self.page_copies = 0
+
+    def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> None:
+        """Take in a committed step."""
+        num_rounds = max((len(event.token_ids) for event in events), default=1)
+        num_generated = sum(len(event.token_ids) for event in events)
+        self.steps += 1
+        self.rounds += num_rounds
+        self.rows += len(plan.rows)
+        self.computed_tokens += plan.num_tokens
+        if num_rounds > 1:  # every token but a row's last one was computed as well
+            self.computed_tokens += num_generated - len(events)
+        self.generated_tokens += num_generated
+        self.page_copies += len(plan.operations.copies)
 
 
 class StepTimer:
@@ -121,3 +147,26 @@ class EngineStats(PoolStats):
     programs: int
     compiles_after_warmup: int
     timing: StepTiming
+
+
+class TimingLog:
+    """Logs a line a second: how fast the engine is, and where its time goes."""
+
+    def __init__(self) -> None:
+        self._before: EngineStats | None = None
+        self._logged_at = 0.0
+
+    def maybe_log(self, read: Callable[[], EngineStats]) -> None:
+        """Log what happened since the last line, if that is a second ago."""
+        seconds = time.perf_counter() - self._logged_at
+        if seconds < 1:
+            return
+        stats, before = read(), self._before
+        if before:
+            tokens, rounds = stats.generated_tokens - before.generated_tokens, stats.rounds - before.rounds
+            per_step = rounds / max(stats.steps - before.steps, 1)
+            _log.info(
+                f"{tokens / seconds:.0f} tokens/s, {stats.running} running, {stats.waiting} waiting, "
+                f"{per_step:.1f} rounds a step; {stats.timing - before.timing}"
+            )
+        self._before, self._logged_at = stats, time.perf_counter()

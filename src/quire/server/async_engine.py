@@ -20,7 +20,7 @@ from quire.llm import LLM
 from quire.server.admission import Admission, UnavailableError, Work
 from quire.server.engine_thread import EngineThread
 from quire.server.heartbeat import STALLED_AFTER_S
-from quire.server.observe.observer import Observer
+from quire.server.observer import Observer
 from quire.server.stream import Stream, StreamError, Update
 
 CHECK_EVERY_S = 1.0

@@ -15,8 +15,8 @@ from quire.core.stopping import FinishReason, Grammar
 from quire.engine.engine import Engine
 from quire.llm import LLM, new_text
 from quire.server.heartbeat import Heartbeat
-from quire.server.observe.logs import error_location
-from quire.server.observe.observer import Observer
+from quire.server.logs import error_location
+from quire.server.observer import Observer
 from quire.server.stream import Stream, StreamError, Update
 
 IDLE_BEAT_S = 1.0

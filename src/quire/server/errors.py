@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
 from quire.server.admission import OverloadError, UnavailableError
-from quire.server.observe.logs import error_location
+from quire.server.logs import error_location
 from quire.server.stream import StreamError
 
 _log = logging.getLogger("quire.server")

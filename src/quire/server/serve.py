@@ -19,14 +19,14 @@ from quire.server.admission import Admission
 from quire.server.async_engine import AsyncEngine
 from quire.server.config import ServerConfig
 from quire.server.http.connections import limited
+from quire.server.http.debug import Admin
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
-from quire.server.observe.debug import Admin
-from quire.server.observe.logs import set_up_logs
+from quire.server.logs import set_up_logs
 from quire.server.observe.metrics import Metrics
-from quire.server.observe.observer import Observer
 from quire.server.observe.telemetry import Telemetry
 from quire.server.observe.trace_log import TraceLog
+from quire.server.observer import Observer
 from quire.server.service import Service
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import llguidance
 
-    from quire.structured.compiler import Vocabulary
+    from quire.structured.matcher import Vocabulary
 
 MAX_SECONDS = 1
 """Seconds of computing for one form."""
@@ -149,7 +149,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     """Try the forms that come on standard input; one line of JSON for each on standard output."""
-    from quire.structured.compiler import Vocabulary
+    from quire.structured.matcher import Vocabulary
 
     tokens, special_ids, eos_ids = json.loads(sys.stdin.readline())
     vocabulary = Vocabulary([token.encode("latin-1") for token in tokens], special_ids, eos_ids)
@@ -200,7 +200,7 @@ def _try(library: "llguidance.LLTokenizer", text: str) -> str | None:
     """Compile a form and draw some texts from it; returns what is wrong with it, or None."""
     import numpy as np
 
-    from quire.structured.compiler import is_dead_end, reason, start
+    from quire.structured.matcher import is_dead_end, reason, start
 
     first = start(library, text)
     if first.is_error():

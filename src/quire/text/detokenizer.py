@@ -23,7 +23,7 @@ from typing import NamedTuple
 from quire.text.tokenizer import Tokenizer
 
 
-class TextStream:
+class Detokenizer:
     """Incremental decode of one sequence's output with stops. Append-only.
 
     The stop string that is complete first wins, and of those that end on the same character the longest: what the
@@ -52,22 +52,10 @@ class TextStream:
         self._tokenizer = tokenizer
         self._string_match = _build_automaton(stop_strings, "stop_strings")
         self._id_match = _build_automaton(stop_sequences, "stop_sequences")
-        self._most_dropped = max([1, *map(len, stop_sequences)])
         self._min_tokens = min_tokens
         self._strips_space = tokenizer.strips_leading_space and not keeps_space
         self._skip_special = skip_special
         self._include_stop = include_stop
-        self._begin()
-
-    def sibling(self) -> "TextStream":
-        """An empty stream with the same stops: they are many nodes, and n sequences of a request share them."""
-        if self.num_tokens:
-            raise ValueError(f"this stream has read {self.num_tokens} tokens; make siblings before")
-        other = copy(self)
-        other._begin()
-        return other
-
-    def _begin(self) -> None:
         self.num_tokens = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
@@ -77,12 +65,27 @@ class TextStream:
         self._num_taken = 0
         self._stop_at: int | None = None  # where the text before a completed stop string ends
         # The state before each of the last tokens: as many as `finish` may be asked to drop.
-        self._checkpoints: deque[_Checkpoint] = deque(maxlen=self._most_dropped)
+        most_dropped = max([1, *map(len, stop_sequences)])
+        self._checkpoints: deque[_Checkpoint] = deque(maxlen=most_dropped)
 
-    def advance(self, token_ids: Sequence[int], start: int = 0) -> bool:
-        """Consume what is new of the output, which is `token_ids` from `start` on; True once a stop string ended."""
-        while self._stop_at is None and start + self.num_tokens < len(token_ids):
-            self._consume(token_ids[start + self.num_tokens])
+    def fork(self) -> "Detokenizer":
+        """Another stream that has consumed the same tokens. Its text is that of the whole output, all still to take.
+
+        The stops are shared: they are many nodes, and never change.
+        """
+        other = copy(self)
+        other._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        other._utf8.setstate(self._utf8.getstate())
+        other._buffer = StringIO(newline="")
+        other._buffer.write(self._read(0, self._num_chars))
+        other._num_taken = 0
+        other._checkpoints = self._checkpoints.copy()
+        return other
+
+    def advance(self, output_token_ids: Sequence[int]) -> bool:
+        """Consume what is new of the output, given whole; True once a stop string ended."""
+        while self._stop_at is None and self.num_tokens < len(output_token_ids):
+            self._consume(output_token_ids[self.num_tokens])
         return self._stop_at is not None
 
     def take(self) -> str:
@@ -161,7 +164,7 @@ class TextStream:
 
 
 class _Checkpoint(NamedTuple):
-    """What `TextStream` knew before a token."""
+    """What `Detokenizer` knew before a token."""
 
     num_chars: int
     at_start: bool

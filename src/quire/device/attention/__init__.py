@@ -1,35 +1,45 @@
 """Paged attention: one entry point, one readable reference, one file per backend.
 
-A backend owns the layout of the KV arrays: it declares their shapes and page axis, writes a step's K and V and attends.
-It runs inside `shard_map`, each device with its own KV heads, because custom kernels do not partition by themselves.
+A backend owns the layout of the KV arrays: it declares them for each layer, writes a step's K and V and attends. It
+runs inside `shard_map`, each device with its own KV heads, because custom kernels do not partition by themselves.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig, ModelConfig
 from quire.device.inputs import BatchLayout
-from quire.device.mesh import partition
+from quire.device.mesh import ArraySpec, partition
 
-Shape = tuple[int, ...]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LayerKV:
+    """One layer's KV arrays, as its backend declared them. (A pytree may hold other things than arrays: hence Any.)"""
+
+    arrays: Any
+    axes: tuple[tuple[str | None, ...], ...] = field(metadata={"static": True})
+    """For each array, the names of its axes."""
 
 
 @runtime_checkable
 class Backend(Protocol):
     """What a backend module provides."""
 
-    @property
-    def axes(self) -> tuple[str | None, ...]:
-        """Names of the axes, K's and V's alike; one of them is "pages", the sharding rules know "kv_heads"."""
-        ...
+    def arrays(
+        self, attention: AttentionConfig, num_pages: int, page_size: int, dtype: jnp.dtype
+    ) -> tuple[ArraySpec, ...]:
+        """The arrays that keep one layer's KV.
 
-    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> tuple[Shape, Shape]:
-        """Of one layer's K array and of its V array."""
+        There may be any number of them, each of its own type. Each has an axis "pages" of length `num_pages`, along
+        which whole pages are copied and moved. The mesh splits an axis "kv_heads"; other names are free.
+        """
         ...
 
     def write_and_attend(
@@ -39,11 +49,12 @@ class Backend(Protocol):
         k_TKH: jax.Array,
         v_TKH: jax.Array,
         layout: BatchLayout,
-        *,
-        scale: float,
-        window: int | None,
+        attention: AttentionConfig,
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        """Write this step's K and V, then attend causally over each row's KV. Returns the output and the new arrays."""
+        """Write this step's K and V, then attend causally over each row's KV. Returns the output and the new arrays.
+
+        The arrays hold the heads of one device; `attention` counts those of all.
+        """
         ...
 
 
@@ -75,22 +86,21 @@ def choose_backend(knob: str, model: ModelConfig, platform: str) -> tuple[str, s
 def paged_attention(
     backend: Backend,
     mesh: Mesh,
-    kv: tuple[Float[Array, "..."], ...],
+    kv: LayerKV,
     q_TNH: Float[Array, "T N H"],
     k_TKH: Float[Array, "T K H"],
     v_TKH: Float[Array, "T K H"],
     layout: BatchLayout,
-    *,
-    scale: float,
-    window: int | None,
-) -> tuple[Float[Array, "T N H"], tuple[Float[Array, "..."], ...]]:
+    attention: AttentionConfig,
+) -> tuple[Float[Array, "T N H"], LayerKV]:
     """The one way a model attends: heads split over the mesh, the batch layout whole on every device."""
-    heads, kv_spec = partition(None, "kv_heads", None), partition(*backend.axes)
+    heads, kv_specs = partition(None, "kv_heads", None), tuple(partition(*axes) for axes in kv.axes)
     run = jax.shard_map(
-        partial(backend.write_and_attend, scale=scale, window=window),
+        partial(backend.write_and_attend, attention=attention),
         mesh=mesh,
-        in_specs=((kv_spec, kv_spec), heads, heads, heads, PartitionSpec()),
-        out_specs=(heads, (kv_spec, kv_spec)),
+        in_specs=(kv_specs, heads, heads, heads, PartitionSpec()),
+        out_specs=(heads, kv_specs),
         check_vma=False,
     )
-    return run(kv, q_TNH, k_TKH, v_TKH, layout)
+    out_TNH, arrays = run(kv.arrays, q_TNH, k_TKH, v_TKH, layout)
+    return out_TNH, LayerKV(arrays, kv.axes)

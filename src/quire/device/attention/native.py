@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig, ModelConfig
 from quire.device import native
 from quire.device.inputs import BatchLayout
+from quire.device.mesh import ArraySpec
 
 HEAD_DIM_MULTIPLE = 8
 
@@ -28,17 +29,16 @@ class NativeBackend:
     instruction_set: str = ""
     """One of `native.instruction_sets()`; by default the last of them."""
 
-    axes = ("pages", "kv_heads", None, None, None)
-
-    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
-        """`[M, K, H / pair, Z, pair]` and `[M, K, ceil(Z / pair), H, pair]`."""
-        pair, head_dim = 4 // dtype.itemsize, model.head_dim
+    def arrays(self, attention: AttentionConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """K `[M, K, H / pair, Z, pair]` and V `[M, K, ceil(Z / pair), H, pair]`."""
+        pair, num_kv_heads, head_dim = 4 // dtype.itemsize, attention.num_kv_heads, attention.head_dim
+        axes = ("pages", "kv_heads", None, None, None)
         return (
-            (num_pages, model.num_kv_heads, head_dim // pair, page_size, pair),
-            (num_pages, model.num_kv_heads, -(-page_size // pair), head_dim, pair),
+            ArraySpec((num_pages, num_kv_heads, head_dim // pair, page_size, pair), dtype, axes),
+            ArraySpec((num_pages, num_kv_heads, -(-page_size // pair), head_dim, pair), dtype, axes),
         )
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
         """One call does it all: write, then attend."""
         k_pages, v_pages = kv
         call = jax.ffi.ffi_call(
@@ -56,8 +56,8 @@ class NativeBackend:
             layout.cu_q_lens_B1,
             k_pages,
             v_pages,
-            scale=np.float32(scale),
-            window=np.int64(window or 0),
+            scale=np.float32(attention.scale),
+            window=np.int64(attention.window or 0),
             isa=self.instruction_set,
         )
         return out_TNH, (k_pages, v_pages)
@@ -65,6 +65,8 @@ class NativeBackend:
 
 def why_not(model: ModelConfig) -> str | None:
     """Why this backend cannot run the model on this machine's CPU, in one sentence; None when it can."""
-    if model.head_dim % HEAD_DIM_MULTIPLE:
-        return f"the native kernel needs a head size that is a multiple of {HEAD_DIM_MULTIPLE}, not {model.head_dim}"
+    for attention in model.attention:
+        if attention.head_dim % HEAD_DIM_MULTIPLE:
+            multiple = f"a multiple of {HEAD_DIM_MULTIPLE}, not {attention.head_dim}"
+            return f"the native kernel needs a head size that is {multiple}"
     return native.why_not()

@@ -7,22 +7,23 @@ book.
 import jax
 import jax.numpy as jnp
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig
 from quire.device.inputs import BatchLayout
+from quire.device.mesh import ArraySpec
 
 
 class ReferenceBackend:
     """The oracle every other backend is held against."""
 
-    axes = ("pages", "offset", "kv_heads", "head")
+    def arrays(self, attention: AttentionConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """K and V, each `[M, Z, K, H]`."""
+        shape = (num_pages, page_size, attention.num_kv_heads, attention.head_dim)
+        spec = ArraySpec(shape, dtype, ("pages", "offset", "kv_heads", "head"))
+        return spec, spec
 
-    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
-        """`[M, Z, K, H]`, K and V."""
-        shape = (num_pages, page_size, model.num_kv_heads, model.head_dim)
-        return shape, shape
-
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
         """Write, then attend one token at a time."""
+        scale, window = attention.scale, attention.window
         k_MZKH, v_MZKH = (
             _write(pages, new, layout.destinations_T) for pages, new in zip(kv, (k_TKH, v_TKH), strict=True)
         )

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig
 from quire.device.inputs import BatchLayout
+from quire.device.mesh import ArraySpec
 
 CHUNK = 128
 """Key positions visited at a time."""
@@ -29,15 +30,15 @@ MASKED = -1e30
 class XlaBackend:
     """The portable backend."""
 
-    axes = ("kv_heads", "pages", "offset", "head")
+    def arrays(self, attention: AttentionConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
+        """K and V, each `[K, M, Z, H]`."""
+        shape = (attention.num_kv_heads, num_pages, page_size, attention.head_dim)
+        spec = ArraySpec(shape, dtype, ("kv_heads", "pages", "offset", "head"))
+        return spec, spec
 
-    def shapes(self, model: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype):
-        """`[K, M, Z, H]`, K and V."""
-        shape = (model.num_kv_heads, num_pages, page_size, model.head_dim)
-        return shape, shape
-
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, *, scale: float, window: int | None):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
         """Write, then attend: decoding rows together, prompts tile by tile."""
+        scale, window = attention.scale, attention.window
         kv = tuple(_write(pages, new, layout.destinations_T) for pages, new in zip(kv, (k_TKH, v_TKH), strict=True))
         num_tokens, num_heads, head_dim = q_TNH.shape
         q_KTGH = q_TNH.reshape(num_tokens, k_TKH.shape[1], -1, head_dim).swapaxes(0, 1)

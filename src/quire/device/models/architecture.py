@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.config import MAX_LAYERS, ModelConfig, RopeScaling, check_whole
+from quire.config import MAX_LAYERS, AttentionConfig, ModelConfig, RopeScaling, RotaryConfig, check_whole
 from quire.device.models.layers import LayerFunction
+from quire.device.models.weight_specs import WeightSpecs
 
 
 @dataclass(frozen=True)
@@ -19,19 +20,21 @@ class Architecture:
     """As in config.json's `model_type` and GGUF's `general.architecture`."""
     config: Callable[[Mapping[str, Any]], ModelConfig]
     """Reads config.json."""
+    weights: Callable[[ModelConfig], WeightSpecs]
+    """Declares the arrays it runs on and the tensors they come from."""
     layer: LayerFunction
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    gguf_permuted: bool = False
-    """llama.cpp stores the rows of q and k in another rotary order for this architecture."""
+    """Computes one layer."""
 
 
 def read_config(
-    hf: Mapping[str, Any], name: str, *, windows: Callable[[int], tuple[int | None, ...]] = lambda _: ()
+    hf: Mapping[str, Any],
+    name: str,
+    *,
+    layers: Callable[[AttentionConfig, int], tuple[AttentionConfig, ...]] = lambda plain, count: (plain,) * count,
 ) -> ModelConfig:
     """The fields that every decoder's config.json has, in the old and the new spelling.
 
-    `windows` gives each layer's window from the number of layers.
+    `layers` gives each layer's attention from the one that these fields describe and the number of layers.
     """
     num_layers = _need(hf, "num_hidden_layers", int)
     check_whole("num_hidden_layers", num_layers, 1, MAX_LAYERS)  # before it sizes anything
@@ -49,21 +52,21 @@ def read_config(
     for bias in ("mlp_bias", "attention_bias"):
         if hf.get(bias):
             raise ValueError(f"config.json: {bias}=true is not supported for {name}")
-    return ModelConfig(
-        architecture=name,
-        vocab_size=_need(hf, "vocab_size", int),
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        intermediate_size=_need(hf, "intermediate_size", int),
+    attention = AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=_default(hf, "num_key_value_heads", num_heads),
         head_dim=_default(hf, "head_dim", hidden_size // max(num_heads, 1)),
+        rotary=RotaryConfig(theta=theta, scaling=_rope_scaling(scaling)),
+    )
+    return ModelConfig(
+        architecture=name,
+        vocab_size=_need(hf, "vocab_size", int),
+        hidden_size=hidden_size,
+        intermediate_size=_need(hf, "intermediate_size", int),
+        attention=layers(attention, num_layers),
         max_len=_need(hf, "max_position_embeddings", int),
-        rope_theta=theta,
-        rope_scaling=_rope_scaling(scaling),
         norm_eps=_default(hf, "rms_norm_eps", 1e-6),
         tie_embeddings=_default(hf, "tie_word_embeddings", False),
-        windows=windows(num_layers),
         eos_ids=_ids(hf.get("eos_token_id")),
     )
 

@@ -15,11 +15,11 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http.application import guarded, json_response
 from quire.server.http.guard import PUBLIC, Guard
+from quire.server.http.openapi import openapi
 from quire.server.keys import Keys
 from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
 from quire.server.openai.format import usage
-from quire.server.openai.openapi import openapi
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
 from quire.server.service import Service
 from quire.server.stream import Stream, Update, UpdateBuffer

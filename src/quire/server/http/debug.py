@@ -249,7 +249,7 @@ def _tier(sight: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarr
 @cache
 def _shell() -> tuple[str, str]:
     """The page, and the policy that lets it run nothing but its own script and ask nobody but this server."""
-    html = files("quire.server.observe").joinpath("debug.html").read_text(encoding="utf-8")
+    html = files("quire.server.http").joinpath("debug.html").read_text(encoding="utf-8")
 
     def source(tag: str) -> str:
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)

@@ -1,0 +1,137 @@
+"""The judge of a finished step: which tokens are accepted, whether a sequence ends with them, how far it was computed.
+
+The device's own stop test is an optimisation. A row may have computed and drawn more than is accepted here; what comes
+after the first stop is dropped, with its log-probabilities and pages.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from quire.core.errors import AuditError
+from quire.core.plan import Row, Sample, StepResult
+from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
+from quire.core.stopping import FinishReason, Grammar
+
+
+def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, version: Version) -> list[TokenEvent]:
+    """Append what was drawn to its sequences, up to the first stop. `samples` come with their index in the result."""
+    events = []
+    all_tokens = result.tokens_SR.tolist()
+    for i, sample in samples:
+        sequence = sample.sequence
+        if sequence.state is SequenceState.FINISHED:
+            continue  # aborted while the step was in flight
+        if sample.target is not None:
+            sequence.prompt_logprobs.append(_logprob(sequence, result, i, 0, drawn=False))
+            continue
+        reason, accepted = None, []
+        for round_, token_id in enumerate(all_tokens[i]):
+            if token_id < 0:
+                break
+            sequence.output_token_ids.append(token_id)
+            sequence.num_tokens += 1
+            sequence.weight_versions.append(version)
+            accepted.append(token_id)
+            if sequence.params.logprobs is not None:
+                sequence.logprobs.append(_logprob(sequence, result, i, round_, drawn=True))
+            reason = stop_reason(sequence)
+            if reason is not None:
+                break
+        events.append(TokenEvent(sequence, tuple(accepted), reason))
+    return events
+
+
+def computed_end(row: Row) -> int:
+    """Up to which position the KV of a row is valid, once its tokens have been accepted.
+
+    Every round after the first computed the token drawn before it. A token that was not accepted has no place in the
+    sequence, and what was computed from it does not count; neither does the KV of the newest token, which nobody needs
+    before the step that computes the token after it.
+    """
+    written = row.first + row.num_tokens + row.max_rounds - 1
+    if not row.sequence.max_tokens:  # only scored: nothing is ever drawn
+        return written
+    return min(written, row.sequence.num_tokens - 1)
+
+
+def stop_reason(sequence: Sequence) -> FinishReason | None:
+    """Judge the newest output token: does the sequence end with it, and why."""
+    output, params = sequence.output_token_ids, sequence.params
+    if len(output) >= params.min_tokens:
+        token_id = output[-1]
+        if token_id in sequence.eos_ids:
+            sequence.num_stop_tokens = 1
+            return FinishReason.EOS
+        if token_id in params.stop_token_ids:
+            sequence.num_stop_tokens = 1
+            return FinishReason.STOP
+        if params.stop and _at_stop(sequence):
+            return FinishReason.STOP
+    if sequence.grammar is not None and (reason := _follow_grammar(sequence, sequence.grammar)):
+        return reason
+    return FinishReason.LENGTH if len(output) >= sequence.max_tokens else None
+
+
+def _at_stop(sequence: Sequence) -> bool:
+    """Whether the output ends with a stop sequence of token ids, or its text with a stop string."""
+    output = sequence.output_token_ids
+    for stop in sequence.params.stop:
+        if stop[-1] == output[-1] and len(output) >= len(stop) and tuple(output[-len(stop) :]) == stop:
+            sequence.num_stop_tokens = len(stop)
+            return True
+    return bool(sequence.has_stop_strings and sequence.detokenizer and sequence.detokenizer.advance(output))
+
+
+def _follow_grammar(sequence: Sequence, grammar: Grammar) -> FinishReason | None:
+    """Take the newest token through the grammar and find what may follow; if nothing may, the sequence ends."""
+    if not grammar.advance(sequence.output_token_ids):
+        return FinishReason.ABORT
+    text = grammar.mask()
+    has_text = text.any()
+    sequence.mask = allowed_tokens(sequence, grammar, text)
+    if has_text and sequence.mask.any():
+        return None
+    return FinishReason.STOP if grammar.accepts else FinishReason.ABORT
+
+
+def allowed_tokens(sequence: Sequence, grammar: Grammar, mask: np.ndarray) -> np.ndarray:
+    """The tokens that may be drawn next: text that goes on, the end where it may be, no stop before `min_tokens`."""
+    if grammar.accepts:
+        for token_id in sequence.eos_ids:
+            mask[token_id >> 5] |= 1 << (token_id & 31)
+    for token_id in sequence.forbidden_ids:
+        mask[token_id >> 5] &= 0xFFFFFFFF ^ (1 << (token_id & 31))
+    return mask
+
+
+def _logprob(sequence: Sequence, result: StepResult, sample: int, round_: int, *, drawn: bool) -> TokenLogprob:
+    """What the step says of one token; of a scored one, which was not drawn, only under the model itself."""
+    at, count = (sample, round_), sequence.params.logprobs or 0
+    token_id, logprob = int(result.tokens_SR[at]), float(_asked(result.logprobs_SR)[at])
+    top = _top(result.top_ids_SRX, result.top_logprobs_SRX, at, count)
+    if not drawn:
+        return TokenLogprob(token_id, logprob, top)
+    processed_top = _top(result.processed_top_ids_SRX, result.processed_top_logprobs_SRX, at, count)
+    return TokenLogprob(
+        token_id,
+        logprob,
+        top,
+        float(_asked(result.processed_logprobs_SR)[at]),
+        tuple((id_, value) for id_, value in processed_top if value > float("-inf")),
+    )
+
+
+def _top(
+    ids_SRX: np.ndarray | None, logprobs_SRX: np.ndarray | None, at: tuple[int, int], count: int
+) -> tuple[tuple[int, float], ...]:
+    """The likeliest tokens and their log-probabilities, as many as were asked for."""
+    if not count:
+        return ()
+    return tuple(zip(_asked(ids_SRX)[at][:count].tolist(), _asked(logprobs_SRX)[at][:count].tolist(), strict=True))
+
+
+def _asked(array: np.ndarray | None) -> np.ndarray:
+    if array is None:
+        raise AuditError("a request asked for log-probabilities that its step did not fetch")
+    return array

@@ -1,0 +1,40 @@
+"""What memory there is and what one page takes: facts for whoever decides how large the pool is."""
+
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from quire.config import ModelConfig
+from quire.device import kv_cache
+from quire.device.attention import choose_backend, get_backend
+
+
+def page_bytes(model: ModelConfig, *, mesh: Mesh, dtype: str, page_size: int, attention: str) -> int:
+    """Bytes of one page over all layers and devices, with the attention backend that this knob means on the mesh."""
+    name, _ = choose_backend(attention, model, mesh.devices.flat[0].platform)
+    return kv_cache.page_bytes(get_backend(name), model, page_size=page_size, dtype=jnp.dtype(dtype))
+
+
+def available_bytes(mesh: Mesh) -> int:
+    """Bytes that nobody uses, over all devices of a mesh; where devices have no memory of their own, the host's."""
+    if is_host_memory(mesh):
+        return available_host_bytes()
+    stats = mesh.devices.flat[0].memory_stats()
+    return (stats["bytes_limit"] - stats.get("bytes_in_use", 0)) * mesh.size
+
+
+def is_host_memory(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh use the host's memory, or do not say what they have."""
+    device = mesh.devices.flat[0]
+    return device.platform == "cpu" or "bytes_limit" not in (device.memory_stats() or {})
+
+
+def available_host_bytes() -> int:
+    """Bytes of host memory that nobody uses."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: half of what is built in
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -1,0 +1,36 @@
+"""Who may call an engine, and when: its own thread, and for some calls only between two steps."""
+
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+
+def owner_only(method: Callable) -> Callable:
+    """Refuse a call of an engine's method from any thread but the one that made the engine."""
+
+    @wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_owned_here:
+            raise RuntimeError(
+                f"the engine was called from thread {threading.current_thread().name!r} (Engine.{method.__name__}) and "
+                "belongs to the thread that made it: send requests there through a queue"
+            )
+        return method(self, *args, **kwargs)
+
+    return checked
+
+
+def between_steps(method: Callable) -> Callable:
+    """Refuse the call while a step is in flight, before it has changed anything."""
+
+    @owner_only
+    @wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.scheduler.in_flight is not None:
+            raise RuntimeError(
+                f"Engine.{method.__name__} was called while a step is in flight: call it between two steps"
+            )
+        return method(self, *args, **kwargs)
+
+    return checked

@@ -1,0 +1,50 @@
+"""What the engine asks of a device: the one way in which device state is read and changed.
+
+`quire.device.runner.ModelRunner` is one, `quire.testing.FakeRunner` another for tests without a device.
+"""
+
+from typing import Any, Protocol
+
+from quire.core.plan import StepResult
+from quire.device.inputs import StepInputs
+
+
+class Handle(Protocol):
+    """A step under way."""
+
+    def result(self) -> StepResult:
+        """Wait for the step, and fetch what it produced."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps over one model and its KV cache. Another one, given the same inputs, comes to the same state."""
+
+    seconds_per_move: float
+    """To move up to `pages_per_move` pages to host memory or back."""
+    pages_per_move: int
+    num_compiles: int
+    """Programs compiled since the runner was ready."""
+    notes: tuple[str, ...]
+    """What a person should know at start, each in one sentence."""
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that are ready."""
+        ...
+
+    def run(self, inputs: StepInputs) -> Handle:
+        """Dispatch one step."""
+        ...
+
+    def recover(self) -> bool:
+        """After a failed step: whether the cache survived it."""
+        ...
+
+    def set_weights(self, params: Any) -> None:
+        """Compute with these from the next step on."""
+        ...
+
+    def zero(self) -> None:
+        """Clear every page."""
+        ...

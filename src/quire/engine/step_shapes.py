@@ -1,0 +1,34 @@
+"""The few shapes that every step is padded to: one program is compiled for each."""
+
+from itertools import pairwise
+
+from quire.config import EngineConfig
+from quire.device.inputs import StepShape
+
+MIN_ROWS = 4
+"""On a CPU a matmul with fewer rows is several times slower than one with four."""
+MIN_HALFWAY_ROWS = 16
+"""From here on a step that is padded to twice its rows costs enough to have a program for halfway."""
+MIN_MIXED_TOKENS = 32
+MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
+
+
+def step_shapes(config: EngineConfig) -> list[StepShape]:
+    """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens."""
+    most_rows, most_tokens = max(config.max_num_seqs, MIN_ROWS), max(config.max_num_batched_tokens, MIN_ROWS)
+    most_samples = max(config.max_num_samples, MIN_ROWS)
+    rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
+    halfway = [low + (high - low) // 2 for low, high in pairwise(rows) if low >= MIN_HALFWAY_ROWS]
+    if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:
+        rows = sorted(rows + halfway)
+    tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
+    decode = [StepShape(n, n, n, decode=True) for n in rows]
+    return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
+
+
+def _ladder(low: int, high: int, *, factor: int, most: int) -> list[int]:
+    """From low to high by a factor, which is widened until there are few enough steps."""
+    steps = [low]
+    while steps[-1] < high:
+        steps.append(min(steps[-1] * factor, high))
+    return steps if len(steps) <= most else _ladder(low, high, factor=factor * 2, most=most)
