@@ -7,7 +7,7 @@ a model file says of itself. Neither knows jax.
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from quire.field_error import FieldError
 
@@ -104,7 +104,30 @@ class EngineConfig:
         return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
 
 
-def engine_config(**knobs: Any) -> EngineConfig:
+class EngineKnobs(TypedDict, total=False):
+    """The fields of `EngineConfig` by name, for functions that take them as keywords; defaults are stated there."""
+
+    dtype: str
+    quantize: str | None
+    page_size: int
+    num_pages: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    max_rounds: int
+    prefix_cache: bool
+    preemption: str
+    debug: bool
+    memory_budget: int | None
+    num_host_pages: int | None
+    attention: str
+    matmul: str
+    compile_cache: str | None
+    log_timing: bool
+    fail_on_compile: bool
+
+
+def engine_config(**knobs: Unpack[EngineKnobs]) -> EngineConfig:
     """An EngineConfig from knobs by name; an unknown one is refused with those there are."""
     names = [field.name for field in dataclasses.fields(EngineConfig)]
     for knob in knobs:

@@ -10,14 +10,15 @@ import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from jax.sharding import Mesh
 from tqdm import tqdm
 
 from quire.checkpoint.load import load_model
-from quire.config import EngineConfig, ModelConfig, engine_config
+from quire.config import EngineConfig, EngineKnobs, ModelConfig, engine_config
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
@@ -41,39 +42,19 @@ class LLM:
         self,
         model: str | Path,
         *,
-        dtype: str = "bfloat16",
-        quantize: str | None = None,
-        page_size: int = 16,
-        num_pages: int | None = None,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_model_len: int | None = None,
-        max_rounds: int = 16,
-        prefix_cache: bool = True,
-        preemption: str = "auto",
-        debug: bool = False,
         mesh: Mesh | None = None,
         quiet: bool = False,
-        **expert: Any,
+        **knobs: Unpack[EngineKnobs],
     ) -> None:
-        """Load `model`: a folder, a GGUF file or `org/name@commit`. The knobs are those of `EngineConfig`."""
-        config = engine_config(
-            dtype=dtype,
-            quantize=quantize,
-            page_size=page_size,
-            num_pages=num_pages,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            max_rounds=max_rounds,
-            prefix_cache=prefix_cache,
-            preemption=preemption,
-            debug=debug,
-            **expert,
-        )
-        mesh = mesh or make_mesh()
+        """Load `model`: a folder, a GGUF file or `org/name@commit`.
+
+        The knobs are the fields of `EngineConfig`, and have its defaults: dtype, quantize, page_size, num_pages,
+        max_num_seqs, max_num_batched_tokens, max_model_len, max_rounds, prefix_cache, preemption, debug, and a few for
+        experts. `quiet` prints nothing.
+        """
+        config, mesh = engine_config(**knobs), mesh or make_mesh()
         with _bar("loading", "layer", quiet) as bar:
-            loaded = load_model(model, mesh=mesh, dtype=dtype, progress=lambda done, total: _advance(bar, done, total))
+            loaded = load_model(model, mesh=mesh, dtype=config.dtype, progress=partial(_advance, bar))
         self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet)
 
     @classmethod
@@ -85,7 +66,7 @@ class LLM:
         *,
         mesh: Mesh | None = None,
         quiet: bool = False,
-        **knobs: Any,
+        **knobs: Unpack[EngineKnobs],
     ) -> "LLM":
         """Use weights that are already in this program, laid out as docs/weights.md says; their type is the engine's.
 
@@ -164,7 +145,7 @@ class LLM:
         cache_salt: str = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
-        """Continue every prompt; answers come in the order of the prompts.
+        """Continue every prompt; outputs come in the order of the prompts.
 
         A prompt is text or token ids; `params` is one for all or one for each. Every prompt is checked before the first
         one runs. Prefixes are found in the cache only under the same `cache_salt`. Ctrl-C aborts what this call started

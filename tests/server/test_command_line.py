@@ -1,11 +1,16 @@
 """What a person types: help that fits, completion, and errors before anything is loaded."""
 
+import dataclasses
+import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
+from quire import LLM, EngineConfig
 from quire.cli import build_parser, main
+from quire.config import EngineKnobs
 
 SCREEN = 50
 
@@ -83,3 +88,13 @@ def test_bench_against_a_server(server):
     assert done.returncode == 0, done.stderr
     assert '"answered": 8' in done.stdout
     assert '"client_cpu_s"' in done.stdout
+
+
+def test_the_engines_knobs_are_stated_once():
+    """`LLM` takes every field of the config by its type, and has no default of its own for any."""
+    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig)}
+    assert typing.get_type_hints(EngineKnobs) == fields
+    taken = inspect.signature(LLM.__init__).parameters
+    assert not set(taken) & set(fields)
+    with pytest.raises(ValueError, match=r"max_seqs is not a knob of the engine; did you mean max_num_seqs\?"):
+        LLM("nowhere", max_seqs=4)  # pyright: ignore[reportCallIssue]
