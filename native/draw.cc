@@ -60,9 +60,9 @@ QUIRE_INLINE double total_of(Floats x) {
   return total;
 }
 
-// exp((logit - peak) * cooling) of each token, 0 where that is below 2^-126, and the sum of each tile.
-QUIRE_INLINE void weigh(const float* logits, int64_t vocab, float peak, float cooling, float* weights, double* sums) {
-  const float factor = cooling * 1.44269504088896340736f;
+// exp((logit - peak) * inv_temperature) of each token, 0 where that is below 2^-126, and the sum of each tile.
+QUIRE_INLINE void weigh(const float* logits, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) {
+  const float factor = inv_temperature * 1.44269504088896340736f;
   const Floats least = Floats{} - 126.0f;
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
     Floats sum = {};
@@ -131,8 +131,8 @@ struct Passes {
 
 #define QUIRE_PASSES(attributes, name)                                                                  \
   attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { find_peaks(x, vocab, peaks); } \
-  attributes void weigh_##name(const float* x, int64_t vocab, float peak, float cooling, float* weights, double* sums) { \
-    weigh(x, vocab, peak, cooling, weights, sums);                                                      \
+  attributes void weigh_##name(const float* x, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) { \
+    weigh(x, vocab, peak, inv_temperature, weights, sums);                                                      \
   }                                                                                                     \
   attributes int64_t keep_from_##name(float least, float* weights, int64_t vocab, double* sums) {       \
     return keep_from(least, weights, vocab, sums);                                                      \
@@ -251,7 +251,7 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
   passes.find_peaks(logits, vocab, scratch.peaks.data());
   const auto first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());
   const float peak = args.peak[row] = *first_peak;
-  if (args.cooling[row] == 0) {
+  if (args.inv_temperature[row] == 0) {
     const float* from = logits + (first_peak - scratch.peaks.begin()) * kTile;
     args.token[row] = std::min(std::find(from, logits + vocab, peak) - logits, vocab - 1);
     args.num_kept[row] = 1;
@@ -262,7 +262,7 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
   scratch.weights.resize(vocab);
   scratch.sums.resize(num_tiles);
   float* weights = scratch.weights.data();
-  passes.weigh(logits, vocab, peak, args.cooling[row], weights, scratch.sums.data());
+  passes.weigh(logits, vocab, peak, args.inv_temperature[row], weights, scratch.sums.data());
   double total = std::accumulate(scratch.sums.begin(), scratch.sums.end(), 0.0);
   int64_t num_kept = vocab;
   const bool is_cut = (args.top_k[row] > 0 && args.top_k[row] < vocab) || args.top_p[row] < 1;

@@ -13,7 +13,7 @@ namespace quire {
 struct Draw {
   int64_t num_rows, vocab;
   const float* logits;   // [rows, vocab]
-  const float* cooling;  // one over the temperature; 0 takes the likeliest token
+  const float* inv_temperature;  // one over the temperature; 0 takes the likeliest token
   const int32_t* top_k;  // 0 for all
   const float* top_p;    // 1 for all
   const float* min_p;    // 0 for all

@@ -207,18 +207,18 @@ double run_linear(Isa isa, bool int8) {
 // Rows of random logits, many of them equal: the share of rows whose draw is not among what sorting would keep.
 double run_draw(Isa isa) {
   const int64_t rows = pick(1, 4), vocab = pick(1, 700);
-  std::vector<float> logits(rows * vocab), cooling(rows), top_p(rows), min_p(rows), uniform(rows), peak(rows), mass(rows);
+  std::vector<float> logits(rows * vocab), inv_temperature(rows), top_p(rows), min_p(rows), uniform(rows), peak(rows), mass(rows);
   std::vector<int32_t> top_k(rows), token(rows), num_kept(rows);
   for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
   for (int64_t row = 0; row < rows; ++row) {
-    cooling[row] = pick_of<float>({0.0f, 1.0f, 0.3f});
+    inv_temperature[row] = pick_of<float>({0.0f, 1.0f, 0.3f});
     top_k[row] = pick_of<int64_t>({0, 1, pick(1, vocab + 1)});
     top_p[row] = pick_of<float>({1.0f, 0.95f, pick(1, 99) / 100.0f});
     min_p[row] = pick_of<float>({0.0f, 0.0f, pick(1, 99) / 100.0f});
     uniform[row] = pick_of<float>({0.0f, 1.0f - 0x1p-24f, pick(0, 99) / 100.0f});
   }
   quire::draw(isa,
-              {rows, vocab, logits.data(), cooling.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
+              {rows, vocab, logits.data(), inv_temperature.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
                token.data(), peak.data(), num_kept.data(), mass.data()},
               {2, run_on_threads});
   double wrong = 0;
@@ -227,11 +227,11 @@ double run_draw(Isa isa) {
     std::vector<int64_t> order(vocab);
     for (int64_t i = 0; i < vocab; ++i) order[i] = i;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return from[a] > from[b]; });
-    if (cooling[row] == 0) {
+    if (inv_temperature[row] == 0) {
       wrong += token[row] != order[0];
       continue;
     }
-    const auto weight = [&](int64_t i) { return std::exp(double(from[i] - from[order[0]]) * cooling[row]); };
+    const auto weight = [&](int64_t i) { return std::exp(double(from[i] - from[order[0]]) * inv_temperature[row]); };
     if (top_k[row] > 0 && top_k[row] < vocab) order.resize(top_k[row]);
     double total = 0, before = 0;
     for (const int64_t i : order) total += weight(i);

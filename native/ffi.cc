@@ -222,7 +222,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats s
 
 // -- sampling -----------------------------------------------------------------------------------------------------
 
-ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats cooling, Ints top_k, Floats top_p, Floats min_p,
+ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats inv_temperature, Ints top_k, Floats top_p, Floats min_p,
                 Floats uniform, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
                 ffi::Result<Floats> mass, std::string_view isa_name) {
   quire::Isa isa;
@@ -231,11 +231,11 @@ ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats cooling, Ints top_k,
     return ffi::Error::InvalidArgument("quire_draw: logits must be [S, V]");
   const int64_t rows = logits.dimensions()[0];
   bool fits = has_shape(top_k, {rows}) && has_shape(*token, {rows}) && has_shape(*num_kept, {rows});
-  for (const Floats* buffer : {&cooling, &top_p, &min_p, &uniform, &*peak, &*mass})
+  for (const Floats* buffer : {&inv_temperature, &top_p, &min_p, &uniform, &*peak, &*mass})
     fits = fits && has_shape(*buffer, {rows});
   if (!fits) return ffi::Error::InvalidArgument("quire_draw: everything but the logits must be one for each row");
   quire::draw(isa,
-              {rows, logits.dimensions()[1], logits.typed_data(), cooling.typed_data(), top_k.typed_data(),
+              {rows, logits.dimensions()[1], logits.typed_data(), inv_temperature.typed_data(), top_k.typed_data(),
                top_p.typed_data(), min_p.typed_data(), uniform.typed_data(), token->typed_data(), peak->typed_data(),
                num_kept->typed_data(), mass->typed_data()},
               threads_of(pool));
@@ -323,7 +323,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()  // logits
-                                  .Arg<Floats>()  // cooling
+                                  .Arg<Floats>()  // inv_temperature
                                   .Arg<Ints>()    // top_k
                                   .Arg<Floats>()  // top_p
                                   .Arg<Floats>()  // min_p

@@ -73,3 +73,16 @@ def test_abort_and_fork_are_safe_in_flight():
         engine.step()
     assert children[0].num_output == 8
     assert engine.stats().held_pages == 0
+
+
+def test_what_was_aborted_or_reset_has_no_event_left():
+    """A request id that is used again must not hear of the one before."""
+    for end in ("abort", "reset"):
+        engine, sequence = engine_with(max_tokens=8)
+        engine.step()
+        with pytest.raises(ZeroDivisionError):
+            engine.step(meanwhile=lambda: 1 / 0)
+        engine.abort("a") if end == "abort" else engine.reset()
+        assert not engine.has_work
+        assert engine.step() == []
+        assert sequence.finish_reason is FinishReason.ABORT

@@ -71,7 +71,7 @@ class FakeHandle:
 
 
 class FakeRunner:
-    """Behind the same door as `ModelRunner`: StepInputs in, StepOutput out, pages in between."""
+    """A `Runner` without a model: StepInputs in, StepOutput out, pages in between."""
 
     def __init__(self, *, num_pages: int, page_size: int, vocab_size: int, num_host_pages: int = 0) -> None:
         self.num_pages = num_pages

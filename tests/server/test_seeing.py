@@ -142,10 +142,10 @@ def test_an_admin_port_needs_a_key(tiny_folder):
 
 def test_the_columns_say_what_the_page_map_says():
     engine = engine_with_everything()
-    sight = snapshot(engine.scheduler, 10)
-    names = [f"{one.request_id}/{one.index}" for one in sight.sequences]
-    device = _tier(sight, sight.refcounts, "running", sight.idle, {"pair": 3.0})
-    host = _tier(sight, sight.host_refcounts, "swapped", sight.idle[:0], {})
+    pool = snapshot(engine.scheduler, 10)
+    names = [f"{one.request_id}/{one.index}" for one in pool.sequences]
+    device = _tier(pool, pool.refcounts, "running", pool.idle, {"pair": 3.0})
+    host = _tier(pool, pool.host_refcounts, "swapped", pool.idle[:0], {})
     for tier, name in ((device, "device"), (host, "host")):
         expected = [page for page in engine.page_map() if page.tier == name and page.refcount]
         assert tier["page"] == [page.page for page in expected]
@@ -166,8 +166,8 @@ def test_a_long_queue_is_counted_and_not_listed():
     engine = fake_engine(num_pages=16, page_size=4, vocab_size=50)
     for i in range(40):
         engine.add(Request(id=f"r{i}", prompt_token_ids=(1, 2, 3), params=SamplingParams(max_tokens=4)))
-    sight = snapshot(engine.scheduler, 5)
-    assert (len(sight.sequences), sight.num_waiting) == (5, 40)
+    pool = snapshot(engine.scheduler, 5)
+    assert (len(pool.sequences), pool.num_waiting) == (5, 40)
 
 
 def test_running_and_waiting_requests_are_seen_but_not_what_they_say(server, admin):

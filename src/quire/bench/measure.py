@@ -225,7 +225,7 @@ def serve_url(
     scale: float,
     rate: float,
 ) -> Iterator[Result]:
-    """The same against a server: so many streams at once, or when a trace says. The client's own time is told."""
+    """Measure a server: so many streams at once, or when a trace says. The client's own time is told."""
     model = asyncio.run(http_client.get(url, "/models", key))["data"][0]
     rng = np.random.default_rng()  # the server may know the prompts of an earlier run
 

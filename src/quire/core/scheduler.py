@@ -51,7 +51,7 @@ class Scheduler:
         self.preemption = preemption
         self.costs = PreemptionCosts()
         self.waiting = WaitingQueue()
-        """Those without a row, waiting or swapped."""
+        """Sequences without a row, waiting or swapped."""
         self.running: list[Sequence] = []
         """In order; the last one is the first to be preempted."""
         self.waiting_for_prompt: dict[str, list[Sequence]] = {}

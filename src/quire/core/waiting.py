@@ -22,7 +22,7 @@ class WaitingQueue:
         return self._num_live
 
     def __iter__(self):
-        """Those that wait, in no particular order."""
+        """The sequences that wait, in no particular order."""
         return (sequence for _, sequence in self._heap if sequence.state in LIVE)
 
     def push(self, sequence: Sequence) -> None:

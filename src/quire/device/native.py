@@ -47,7 +47,7 @@ def why_not() -> str | None:
 
 
 def why_not_on(mesh: Mesh) -> str | None:
-    """The same for what is whole on a mesh: that is one CPU device."""
+    """Why the native library cannot compute what is whole on a mesh, in one sentence; None on one CPU device."""
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
         return f"the native library runs on a CPU, not on a {platform}"

@@ -1,4 +1,4 @@
-"""Compiles the device programs and runs them: the one door to device state.
+"""Compiles the device programs and runs them: the only way in which device state changes.
 
 One program for each step shape, all compiled at warm-up. The cache is donated to every program and comes back updated
 in place. What compiles afterwards inside a run is counted, and is an error when the config says so.
@@ -273,14 +273,12 @@ class ModelRunner:
 
     def recover(self) -> bool:
         """After a failed step: True if the cache survived it, else a new one has been made and every page is lost."""
+        self._page_table_BP = self._create_page_table()  # it may be donated, or of a program that failed
         try:
             jax.block_until_ready(self._cache)  # raises if it was donated, or if the program that made it failed
         except RuntimeError:
             self._cache = self.create_cache(self.num_pages)
             return False
-        finally:
-            if self._page_table_BP.is_deleted():
-                self._page_table_BP = self._create_page_table()
         return True
 
     def create_cache(self, num_pages: int) -> kv_cache.KVCache:

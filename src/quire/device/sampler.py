@@ -31,7 +31,7 @@ MIN_TEMPERATURE = 1e-20
 
 class Drawn(NamedTuple):
     """What each token was drawn from: the `num_kept` likeliest. Of them, one of logit x had the probability
-    exp((x - peak) * cooling) / mass.
+    exp((x - peak) * inv_temperature) / mass.
     """
 
     tokens_S: jax.Array
@@ -194,7 +194,7 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
 
 
 def draw_native(logits_SV: jax.Array, inputs: SampleInputs, *, instruction_set: str = "") -> Drawn:
-    """The same as `_draw`, by `native/draw.cc`: all at once, while a row is in the cache."""
+    """A token for each row by `native/draw.cc`, which does what `_draw` does while a row is in the cache."""
     is_random_S, inv_temperature_S, uniform_S = _counter(inputs)
     ints_S, floats_S = (jax.ShapeDtypeStruct(is_random_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
     call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))

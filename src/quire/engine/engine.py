@@ -251,6 +251,8 @@ class Engine:
         """
         if not isinstance(target, str | Sequence):
             raise ValueError(f"{target!r} must be a request id or a sequence")
+        events = self._undelivered
+        self._undelivered = [e for e in events if target not in (e.sequence, e.sequence.request.id)]
         if isinstance(target, Sequence):
             if target not in self._requests.get(target.request.id, ()):
                 return 0
@@ -262,13 +264,14 @@ class Engine:
         return ended
 
     def abort_soon(self, request_id: str) -> None:
-        """The same before the next step; any thread may call it."""
+        """Abort a request before the next step is planned; any thread may call this."""
         self._to_abort.append(request_id)
 
     @between_steps
     def reset(self) -> int:
         """Abort everything, logically: no page is touched, whatever the pool's size. Returns how many ended."""
         ended = self.scheduler.reset()
+        self._undelivered = []
         for request_id in list(self._requests):
             self._forget(request_id)
         return ended
@@ -309,7 +312,7 @@ class Engine:
         self.clear_prefix_cache()
         self.runner.zero()
 
-    # -- sight ---------------------------------------------------------------------------------------------------
+    # -- state ---------------------------------------------------------------------------------------------------
 
     @owner_only
     def stats(self) -> EngineStats:

@@ -68,6 +68,8 @@ class EngineThread:
         """Requests of which no sequence has had a row."""
         self._events: list[TokenEvent] = []
         """What the last step returned, to be delivered while the next one is computed."""
+        self._updates: list[tuple[Stream, Update, bool]] = []
+        """What events mean to clients, until it has been handed over: an error in between loses none."""
         self._num_failed_in_a_row = 0
 
     def start(self) -> None:
@@ -219,20 +221,20 @@ class EngineThread:
         What this costs follows the rows and the events of a step, not the requests that wait.
         """
         events, self._events = self._events, []
-        self._deliver_started(events)
-        batch: list[tuple[Stream, Update, bool]] = []
         broken: list[Stream] = []
         for event in events:
             stream = self._streams.get(event.sequence.request.id)
             if stream is None:
                 continue
             try:
-                batch.append((stream, *self._update(stream, event)))
+                self._updates.append((stream, *self._update(stream, event)))
             except Exception as error:  # a bug of ours with one stream is not the others'
                 _log.error("an update failed", extra=_described(error))
                 broken.append(stream)
-        if batch:
-            self._post(self._receiver.on_updates, batch)
+        self._deliver_started(events)
+        if self._updates:
+            self._post(self._receiver.on_updates, self._updates)
+            self._updates = []
         for stream in broken:
             self._forget(stream)
             self.llm.engine.abort_soon(stream.request.id)  # the step that is under way may have it
@@ -251,9 +253,11 @@ class EngineThread:
         """What an event means to the client, and whether it was the request's last."""
         sequence, num_new = event.sequence, len(event.token_ids)
         update = Update(sequence.index, new_text(sequence), list(event.token_ids))
-        if sequence.params.logprobs is not None and num_new:
-            update.logprobs = sequence.logprobs[-num_new:]
-        first, reason = stream.sequences[0], sequence.finish_reason
+        num_before = stream.num_delivered.get(sequence.index, 0)
+        stream.num_delivered[sequence.index] = num_before + num_new
+        if sequence.params.logprobs is not None:  # by position: the sequence may have gone on since the event
+            update.logprobs = sequence.logprobs[num_before : num_before + num_new]
+        first, reason = stream.sequences[0], event.finish_reason
         if not stream.has_prompt_results:
             stream.has_prompt_results = True
             stream.num_cached_tokens = first.num_cached_tokens

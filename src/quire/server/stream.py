@@ -89,6 +89,8 @@ class Stream:
         """The sequences of the request. Like the next two, this belongs to the engine's thread."""
         self.has_prompt_results = False
         """Whether what is known once the prompt is computed is there: `num_cached_tokens` and `prompt_logprobs`."""
+        self.num_delivered: dict[int, int] = {}
+        """Tokens of each sequence, by index, that have been handed over; for the engine's thread too."""
         self.num_unfinished = request.params.n
         """Sequences whose end has not been handed over."""
         self.is_cancelled = False

@@ -120,7 +120,8 @@ def replace_params(config: ModelConfig, ready: Params, params: Params, *, mesh: 
     """Put weights that `check_params` accepts into the place of those in `ready`, which `prepare` made.
 
     Each old array is released as soon as its successor is made: beside `ready` and the caller's arrays there is never
-    more than one. The caller's are copied and stay the caller's. When this ends in the middle (no memory, Ctrl-C),
+    more than one, and a second while one of the caller's that is not on the mesh is put there. The caller's are copied
+    and stay the caller's. When this ends in the middle (no memory, Ctrl-C),
     `ready` has some of either and must be replaced again before it is of use.
     """
     for wanted, given, made in zip(*map(_dicts, (weight_specs(config), params, ready)), strict=True):
@@ -129,6 +130,7 @@ def replace_params(config: ModelConfig, ready: Params, params: Params, *, mesh: 
             placed = place(mesh, given[name], *spec.axes)
             is_new = spec.contracted_axis is not None and kind.converts
             made[name] = jax.block_until_ready(_prepare_array(spec, placed if is_new else jnp.copy(placed), kind))
+            del placed  # before the next one is there
             if name == "embed" and config.tie_embeddings:
                 made["unembed"] = convert(made["embed"], 1, kind)
 
