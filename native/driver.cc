@@ -1,99 +1,25 @@
-// The kernels without Python: random steps and matmuls in every instruction set, against loops in double precision. Every array is
-// its own allocation of exactly its size, and what nobody owns is NaN, so that AddressSanitizer sees an access outside
+// The kernels without Python: random steps and matmuls in every instruction set, against loops in double precision.
+// Every array is its own allocation of exactly its size, and what nobody owns is NaN, so that AddressSanitizer sees an access outside
 // and the comparison sees one inside.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <random>
-#include <thread>
 #include <vector>
 
 #include "attention.h"
 #include "draw.h"
+#include "driver.h"
 #include "linear.h"
 #include "pointwise.h"
 
 namespace {
 
 using quire::Isa;
-std::mt19937 random_bits(7);
-
-int64_t pick(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(random_bits); }
-template <class T>
-T pick_of(std::initializer_list<T> choices) {
-  return choices.begin()[pick(0, static_cast<int64_t>(choices.size()) - 1)];
-}
-
-// An array of the element type, exactly as long as it is.
-struct Array {
-  bool narrow;
-  int64_t size;
-  std::unique_ptr<char[]> bytes;
-
-  Array(bool narrow, int64_t size) : narrow(narrow), size(size), bytes(new char[size * (narrow ? 2 : 4)]) {}
-
-  void set(int64_t i, float x) {
-    if (!narrow) {
-      std::memcpy(bytes.get() + i * 4, &x, 4);
-      return;
-    }
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    const uint16_t half = static_cast<uint16_t>(bits >> 16);  // cut, not rounded: any bfloat16 will do
-    std::memcpy(bytes.get() + i * 2, &half, 2);
-  }
-
-  double get(int64_t i) const {
-    uint32_t bits = 0;
-    if (narrow) {
-      uint16_t half;
-      std::memcpy(&half, bytes.get() + i * 2, 2);
-      bits = static_cast<uint32_t>(half) << 16;
-    } else {
-      std::memcpy(&bits, bytes.get() + i * 4, 4);
-    }
-    float x;
-    std::memcpy(&x, &bits, 4);
-    return x;
-  }
-
-  void fill_normal() {
-    std::normal_distribution<float> normal;
-    for (int64_t i = 0; i < size; ++i) set(i, normal(random_bits));
-  }
-  void fill(float x) {
-    for (int64_t i = 0; i < size; ++i) set(i, x);
-  }
-};
-
-// The larger error; NaN is the largest.
-double worse(double worst, double error) {
-  return error <= worst ? worst : std::isnan(error) ? std::numeric_limits<double>::infinity() : error;
-}
-
-struct Ints {
-  std::unique_ptr<int32_t[]> data;
-  explicit Ints(const std::vector<int32_t>& from) : data(new int32_t[from.size()]) {
-    std::copy(from.begin(), from.end(), data.get());
-  }
-};
-
-// New threads each time: a pool that is slow to start is what the kernel must live with.
-void run_on_threads(int64_t n, const std::function<void(int64_t)>& task) {
-  std::atomic<int64_t> next{0};
-  auto help = [&] {
-    for (int64_t i; (i = next.fetch_add(1)) < n;) task(i);
-  };
-  std::thread one(help), two(help);
-  help();
-  one.join();
-  two.join();
-}
+using namespace driver;
 
 struct Step {
   quire::Attention a{};

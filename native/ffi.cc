@@ -1,77 +1,17 @@
 // What XLA calls: buffers are checked, given their names, and handed to the kernels with XLA's own threads.
-#include <algorithm>
-#include <atomic>
 #include <cstdint>
-#include <functional>
-#include <initializer_list>
-#include <memory>
 #include <string>
 #include <string_view>
-#include <thread>
 
 #include "attention.h"
 #include "draw.h"
+#include "ffi.h"
 #include "linear.h"
-#include "machine.h"
 #include "pointwise.h"
-#include "xla/ffi/api/c_api.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
 
 namespace {
 
-// A closure may start long after its work is done (the pool was busy): all it touches then is this.
-struct Work {
-  std::atomic<int64_t> next{0}, done{0};
-  int64_t num_tasks = 0;
-  const std::function<void(int64_t)>* task = nullptr;  // lives as long as done < num_tasks
-
-  void help() {
-    for (int64_t i; (i = next.fetch_add(1)) < num_tasks;) {
-      (*task)(i);
-      done.fetch_add(1, std::memory_order_release);
-    }
-  }
-};
-
-// Tasks are taken from a counter by whoever is free. The caller takes them too, so it waits for nobody to start.
-void run_on_pool(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_tasks,
-                 const std::function<void(int64_t)>& task) {
-  auto work = std::make_shared<Work>();
-  work->num_tasks = num_tasks;
-  work->task = &task;
-  const int64_t helpers = std::min(num_threads, num_tasks) - 1;
-  for (int64_t i = 0; i < helpers; ++i) pool.Schedule([work] { work->help(); });
-  work->help();
-  for (int spins = 0; work->done.load(std::memory_order_acquire) < num_tasks; ++spins)
-    if (spins > 2000) std::this_thread::yield();
-}
-
-quire::Threads threads_of(ffi::ThreadPool& pool) {
-  const int64_t count = std::max<int64_t>(pool.num_threads(), 1);
-  return {count, [&pool, count](int64_t n, const std::function<void(int64_t)>& task) {
-            run_on_pool(pool, count, n, task);
-          }};
-}
-
-ffi::Error choose_isa(std::string_view name, quire::Isa& isa) {
-  isa = quire::best_isa();
-  if (name.empty()) return ffi::Error::Success();
-  for (int i = 0; i < quire::kNumIsas; ++i) {
-    isa = static_cast<quire::Isa>(i);
-    if (name == quire::isa_name(isa) && quire::isa_supported(isa)) return ffi::Error::Success();
-  }
-  return ffi::Error::InvalidArgument("quire: this machine has no instruction set " + std::string(name));
-}
-
-template <class Buffer>
-bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
-  const auto dims = buffer.dimensions();
-  return dims.size() == shape.size() && std::equal(shape.begin(), shape.end(), dims.begin());
-}
-
-using Ints = ffi::Buffer<ffi::S32>;
+using namespace quire_ffi;
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints destinations,
                      Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
@@ -249,7 +189,7 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::Result<ffi::A
   return ffi::Error::Success();
 }
 
-ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats sin,
                   ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
                   std::string_view isa_name) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_rotate: ") + what); };
@@ -281,8 +221,6 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, ffi::Buffer<ffi::F32
 }
 
 // -- sampling -----------------------------------------------------------------------------------------------------
-
-using Floats = ffi::Buffer<ffi::F32>;
 
 ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats cooling, Ints top_k, Floats top_p, Floats min_p,
                 Floats uniform, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
@@ -373,12 +311,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_gate, gate,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_rotate, rotate,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::AnyBuffer>()         // queries, key and value of each KV head
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // cosine
-                                  .Arg<ffi::Buffer<ffi::F32>>()  // sine
-                                  .Ret<ffi::AnyBuffer>()         // q
-                                  .Ret<ffi::AnyBuffer>()         // k
-                                  .Ret<ffi::AnyBuffer>()         // v
+                                  .Arg<ffi::AnyBuffer>()  // queries, key and value of each KV head
+                                  .Arg<Floats>()          // cosine
+                                  .Arg<Floats>()          // sine
+                                  .Ret<ffi::AnyBuffer>()  // q
+                                  .Ret<ffi::AnyBuffer>()  // k
+                                  .Ret<ffi::AnyBuffer>()  // v
                                   .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,

@@ -5,8 +5,7 @@
 
 #include "bf16.h"
 #include "linear.h"
-
-#define QUIRE_INLINE inline __attribute__((always_inline))
+#include "vector.h"
 
 namespace quire {
 namespace {

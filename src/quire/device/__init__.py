@@ -1,1 +1,5 @@
-"""The device column: arrays and programs, in jax. Knows no request and no policy."""
+"""The device column: models, paged attention and the sampler as compiled programs over donated arrays.
+
+Owns weights, the KV cache, their layout and their place on a mesh. Refuses to know: requests, sequences, who runs and
+why, text.
+"""

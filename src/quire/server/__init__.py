@@ -1,1 +1,4 @@
-"""An endpoint on top of one engine: OpenAI's HTTP, gRPC, bounds and sight. Nothing below imports this."""
+"""An endpoint on top of one engine: OpenAI's HTTP API, gRPC, limits, keys and observability.
+
+Owns the engine's thread, admission, streams and everything that a client can reach. Nothing below imports this.
+"""

@@ -1,1 +1,4 @@
-"""Between text and tokens: tokenizers, chat templates, incremental detokenising. Knows no engine and no device."""
+"""Between text and tokens: tokenizers, chat templates, incremental detokenising.
+
+Owns what a token's bytes are, and which text of a stream is certain. Refuses to know: files, engines, devices.
+"""

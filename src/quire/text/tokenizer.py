@@ -106,15 +106,17 @@ class Tokenizer:
         The name of a control token in a message, or in another value for the template, is encoded as text. Where there
         is none the ids are those of the rendered text.
         """
-        template = self._chat_template
+        template, control_tokens = self._chat_template, self._control_tokens
         kwargs = template_kwargs | {"add_generation_prompt": add_generation_prompt}
-        if not self._control_tokens.are_named_in([messages, template_kwargs]):
-            return self.encode(template.render(messages, **kwargs), add_special=False, max_len=max_len)
-        control_tokens, marker = self._control_tokens, new_marker()
-        rendered = template.render(control_tokens.mark(messages, marker), **control_tokens.mark(kwargs, marker))
-        self._check(rendered.replace(marker, ""), max_len)
-        with library_errors_as("the model's tokenizer cannot encode the chat"):
-            return control_tokens.encode(rendered, marker)
+        rendered = template.render(messages, **kwargs)
+        self._check(rendered, max_len)
+        if control_tokens.may_be_in([messages, template_kwargs]):
+            marker = new_marker(rendered)
+            marked = template.render(control_tokens.mark(messages, marker), **control_tokens.mark(kwargs, marker))
+            if control_tokens.count(marked) != control_tokens.count(rendered):
+                with library_errors_as("the model's tokenizer cannot encode the chat"):
+                    return control_tokens.encode(marked, marker)
+        return self.encode(rendered, add_special=False)
 
     def _check(self, text: str, max_len: int | None) -> None:
         if problem := _why_not_text(text):
@@ -151,7 +153,7 @@ class Tokenizer:
 
     @cached_property
     def _control_tokens(self) -> ControlTokens:
-        return ControlTokens(self._backend)
+        return ControlTokens(self._backend, self._chat_template_source or "")
 
     @cached_property
     def _chat_template(self) -> ChatTemplate:

@@ -1,1 +1,1 @@
-"""The gRPC server: the messages of quire.proto and the calls that handle them."""
+"""The gRPC server: the messages of quire.proto and the calls that answer them. Refuses to know: HTTP."""

@@ -99,7 +99,7 @@ class Admin:
         def take(engine: Engine) -> tuple[EngineStats, PoolSnapshot]:
             return engine.stats(), snapshot(engine.scheduler, MAX_WAITING)
 
-        stats, sight = await self._call(take, ENGINE_TIMEOUT_S)
+        stats, pool = await self._call(take, ENGINE_TIMEOUT_S)
         engine, admission = self.service.engine, self.service.engine.admission
         server = {
             "model": self.service.model_name,
@@ -112,21 +112,21 @@ class Admin:
             "failed_steps": engine.num_failed_steps,
         }
         # Off the event loop: of a large pool this takes as long as a step.
-        return await asyncio.to_thread(self._describe, server, stats, sight, engine.streams)
+        return await asyncio.to_thread(self._describe, server, stats, pool, engine.streams)
 
-    def _describe(self, server: dict, stats: EngineStats, sight: PoolSnapshot, streams: list[Stream]) -> bytes:
+    def _describe(self, server: dict, stats: EngineStats, pool: PoolSnapshot, streams: list[Stream]) -> bytes:
         now = time.monotonic()
         ages = {stream.request.id: now - stream.times.arrived for stream in streams}
         view = {
             "time": round(time.time(), 3),
             "server": server,
             "stats": asdict(stats),
-            "page_size": sight.page_size,
-            "sequences": [_sequence(one, ages.get(one.request_id)) for one in sight.sequences],
-            "num_waiting": sight.num_waiting,
+            "page_size": pool.page_size,
+            "sequences": [_sequence(one, ages.get(one.request_id)) for one in pool.sequences],
+            "num_waiting": pool.num_waiting,
             "tiers": {
-                "device": _tier(sight, sight.refcounts, "running", sight.idle, ages),
-                "host": _tier(sight, sight.host_refcounts, "swapped", sight.idle[:0], ages),
+                "device": _tier(pool, pool.refcounts, "running", pool.idle, ages),
+                "host": _tier(pool, pool.host_refcounts, "swapped", pool.idle[:0], ages),
             },
             "history": self.trace_log.history(now),
         }
@@ -207,7 +207,7 @@ def _sequence(one: SequenceSnapshot, age_s: float | None) -> dict[str, Any]:
     }
 
 
-def _tier(sight: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarray, ages: dict[str, float]) -> dict:
+def _tier(pool: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarray, ages: dict[str, float]) -> dict:
     """Columns of equal length, one entry for each page that is not free.
 
     The age of a page that is held is that of the request that has held it longest; one that only the prefix cache
@@ -219,11 +219,11 @@ def _tier(sight: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarr
     owners: list[list[int]] = [[] for _ in listed]
     fill = np.zeros(len(listed), np.int64)
     age = np.full(len(listed), -1.0)
-    for number, one in enumerate(sight.sequences):
+    for number, one in enumerate(pool.sequences):
         if one.state != state:
             continue
         table = np.frombuffer(one.pages, np.int32)
-        filled = np.clip(one.num_computed - sight.page_size * np.arange(len(table)), 0, sight.page_size)
+        filled = np.clip(one.num_computed - pool.page_size * np.arange(len(table)), 0, pool.page_size)
         here = at[table]
         table_at, filled = here[here >= 0], filled[here >= 0]
         fill[table_at] = np.maximum(fill[table_at], filled)
@@ -233,7 +233,7 @@ def _tier(sight: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarr
     eviction = np.full(len(listed), -1, np.int64)
     idle_at = at[idle]
     eviction[idle_at[idle_at >= 0]] = np.flatnonzero(idle_at >= 0)
-    fill[eviction >= 0] = sight.page_size
+    fill[eviction >= 0] = pool.page_size
     return {
         "num_pages": len(refcounts),
         "is_complete": len(listed) == int(np.count_nonzero(refcounts)),

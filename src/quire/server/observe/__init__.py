@@ -1,1 +1,1 @@
-"""Watching a server: metrics, traces, logs and the page at /debug."""
+"""Watching a server: Prometheus metrics, OpenTelemetry, traces of steps and requests. Refuses to know: transports."""

@@ -88,8 +88,8 @@ class Metrics:
     def watch(self, engine: "AsyncEngine", model_name: str) -> None:
         """Read this engine from now on."""
         self._engine = engine
-        self._readings = _Readings(engine)
-        self.registry.register(self._readings)
+        self._collector = _EngineCollector(engine)
+        self.registry.register(self._collector)
         self._page = _Page(self.registry, model_name, engine.llm.engine)
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
@@ -120,17 +120,17 @@ class Metrics:
         self._step.observe(end - start)
 
     async def read(self) -> tuple[bytes, str]:
-        """The page that Prometheus reads, and its type. If the engine does not respond, its last readings stand."""
+        """The page that Prometheus reads, and its type. If the engine does not respond, its last figures stand."""
         return await self._shared.get(), CONTENT_TYPE_LATEST
 
     async def _read(self) -> bytes:
         if self._engine is not None:
             with contextlib.suppress(TimeoutError):
-                self._readings.stats = await self._engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
+                self._collector.stats = await self._engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
         return await asyncio.to_thread(generate_latest, self._page)  # the event loop has streams to serve
 
 
-class _Readings(Collector):
+class _EngineCollector(Collector):
     """Collects the engine's state as gauges and counters."""
 
     def __init__(self, engine: "AsyncEngine") -> None:

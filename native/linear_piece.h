@@ -1,0 +1,59 @@
+// One piece of a product, and the functions that compute it: what linear.cc cuts, and each instruction set multiplies.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "bf16.h"
+#include "linear.h"
+
+namespace quire {
+
+// One piece of a product: some panels, some rows. x is [rows, lines * 4 bytes]; of int8, where two rows are the terms of
+// one row of the output, always whole pairs.
+struct ProductPiece {
+  const char* x;
+  int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
+  int64_t first_row, end_row;
+  int64_t first_panel, end_panel;
+  int64_t next_panel, next_end_panel;  // of the piece that this thread has next; equal if none
+  const Product* product;
+  const float* row_scale;     // int8 only
+  const float* column_scale;  // int8 only
+
+  int64_t x_stride() const { return lines * 4; }
+  const char* panel(int64_t i) const { return static_cast<const char*>(product->packed) + i * lines * kLine; }
+  int64_t columns_of(int64_t panel_index) const {
+    return std::min(kPanel, product->columns - panel_index * kPanel);
+  }
+};
+
+inline void store_row(const ProductPiece& piece, int64_t row, int64_t panel, const float* values) {
+  const Product& product = *piece.product;
+  const int64_t start = row * product.columns + panel * kPanel, count = piece.columns_of(panel);
+  if (product.out_float32) {
+    std::memcpy(static_cast<float*>(product.out) + start, values, count * sizeof(float));
+  } else {
+    Bf16* out = static_cast<Bf16*>(product.out) + start;
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<Bf16>(values[i]);
+  }
+}
+
+using RunPiece = void (*)(const ProductPiece&);
+
+// One for each instruction set, in linear_widened.cc and linear_x86.cc.
+void plain_bf16(const ProductPiece& piece);
+void plain_int8(const ProductPiece& piece);
+#if QUIRE_X86
+void avx2_bf16(const ProductPiece& piece);
+void avx2_int8(const ProductPiece& piece);
+void avx512_bf16(const ProductPiece& piece);
+void avx512_int8(const ProductPiece& piece);
+void dot_bf16(const ProductPiece& piece);
+void dot_int8(const ProductPiece& piece);
+void amx_bf16(const ProductPiece& piece);
+void amx_int8(const ProductPiece& piece);
+#endif
+
+}  // namespace quire
