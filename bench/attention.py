@@ -105,8 +105,8 @@ def main() -> None:
     parser.add_argument("--against", default="xla", help="xla, or an instruction set")
     parser.add_argument("--only", default="", help="cases with this in their name")
     args = parser.parse_args()
-    if native.why_not():
-        raise SystemExit(native.why_not())
+    if native.unavailable_reason():
+        raise SystemExit(native.unavailable_reason())
     attention = AttentionConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
     other = get_backend("xla") if args.against == "xla" else NativeBackend(args.against)
     isa = args.isa or native.instruction_sets()[-1]

@@ -111,8 +111,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--torch")
     args = parser.parse_args()
-    if why_not := native.why_not():
-        parser.error(why_not)
+    if reason := native.unavailable_reason():
+        parser.error(reason)
     print("shape    rows      xla   oneDNN   native  xla int8 nat. int8   xla/native            xla/native int8")
     for name in args.shapes:
         measure(name, args.rows, args.repeats, args.torch)

@@ -20,8 +20,8 @@ ROWS, PAGE, LONGEST = 64, 16, 2048
 @pytest.mark.alone
 @pytest.mark.parametrize("name", ["xla", "native"])
 def test_64_rows_at_context_128_cost_a_fraction_of_2048(name):
-    if name == "native" and native.why_not():
-        pytest.skip(native.why_not())
+    if name == "native" and native.unavailable_reason():
+        pytest.skip(native.unavailable_reason())
     backend, attention = get_backend(name), AttentionConfig(num_heads=9, num_kv_heads=3, head_dim=64)
     num_pages = ROWS * LONGEST // PAGE
     rng = np.random.default_rng(0)

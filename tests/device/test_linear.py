@@ -28,7 +28,7 @@ from quire.device.models.weights import params_from_tensors, place_params, prepa
 from tests.effort import each_isa, examples
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
-needs_native = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 SIZES = st.tuples(st.integers(1, 70), st.integers(1, 200), st.integers(1, 90))
 PROMPT = [(5 * i) % 90 + 1 for i in range(21)]
 

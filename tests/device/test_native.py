@@ -7,12 +7,12 @@ from quire.device.attention import choose_backend
 from quire.device.attention import native as backend
 from tests.tiny import tiny_config, tiny_llm
 
-built = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+built = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 
 
 def test_it_was_built_with_the_package():
     """The tests below would be skipped in silence."""
-    assert native.why_not() is None
+    assert native.unavailable_reason() is None
 
 
 @built
@@ -27,9 +27,9 @@ def test_auto_is_native_on_a_cpu_and_xla_elsewhere():
 
 def test_a_head_size_it_does_not_know_is_served_by_xla():
     config = tiny_config(head_dim=12)
-    name, why_not = choose_backend("auto", config, "cpu")
+    name, reason = choose_backend("auto", config, "cpu")
     assert name == "xla"
-    assert "not 12" in str(why_not)
+    assert "not 12" in str(reason)
     with pytest.raises(ValueError, match="multiple of 8, not 12"):
         choose_backend("native", config, "cpu")
 
@@ -47,7 +47,7 @@ def test_without_the_library_xla_serves_and_says_so(monkeypatch, tmp_path):
             tiny_llm(attention="native")
         (tmp_path / "none.so").write_bytes(b"not a library")
         native._load.cache_clear()
-        assert "does not load" in str(backend.why_not(tiny_config()))
+        assert "does not load" in str(backend.unavailable_reason(tiny_config()))
     finally:
         native._load.cache_clear()
 

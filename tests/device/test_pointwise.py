@@ -11,7 +11,7 @@ from quire.device import native
 from quire.device.pointwise import add_norm, gate, split_rotated
 from tests.effort import each_isa, examples
 
-pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 few = examples(25)
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7}
 """Relative; in bfloat16 a float32 just beside a tie may go either way."""

@@ -19,7 +19,7 @@ from quire.engine.packer import pack_samples
 from tests.effort import each_isa, slow
 
 VOCAB = 1000
-jitted = jax.jit(partial(sample, native=native.why_not() is None))
+jitted = jax.jit(partial(sample, native=native.unavailable_reason() is None))
 
 
 def run(logits_SV, samples, seen=((1, 1, 1, 1),)):

@@ -41,7 +41,7 @@ def _devices() -> None:
     mesh = make_mesh()
     num_bytes = default_pool_bytes(memory.available_bytes(mesh), is_host_memory=memory.is_host_memory(mesh))
     print(f"KV pool      {num_bytes / 2**30:.1f} GiB by default")
-    print(f"native       {native.why_not() or f'built; uses {native.instruction_sets()[-1]}'}")
+    print(f"native       {native.unavailable_reason() or f'built; uses {native.instruction_sets()[-1]}'}")
 
 
 def _try_it() -> None:

@@ -24,14 +24,12 @@ from jaxtyping import Array, Float
 
 from quire.device import native
 
-PANEL = 16
-"""Output columns in a panel of packed weights."""
-LINE = 64
-"""Bytes to which the packed inner dimension is padded; a panel is lines of one group of 4 bytes for each column."""
-SMALLEST = np.float32(1e-20)
+PANEL_WIDTH = 16
+"""Output columns in a panel of packed weights; `native/linear.h` explains the layout."""
+INNER_ALIGNMENT = 64
+"""Bytes to a multiple of which the inner dimension of packed weights is padded."""
+MIN_MAGNITUDE = np.float32(1e-20)
 """The largest magnitude of a token is taken as no less, so that a token of zeros has a scale."""
-
-Outer = tuple[int, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -48,8 +46,8 @@ class Packed:
     """A bfloat16 matrix for the native library: `[out / 16, in / 2, 16, 2]`."""
 
     panels: Any
-    outer: Outer = field(metadata={"static": True})
-    """Shape of an output."""
+    output_shape: tuple[int, ...] = field(metadata={"static": True})
+    """Of one row of the product."""
 
 
 @jax.tree_util.register_dataclass
@@ -72,8 +70,8 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
     """
     out = jnp.dtype(out or x.dtype)
     match weight:
-        case Packed(panels, outer):
-            return _call("quire_linear_bf16", x, panels, outer=outer, out=out, isa=instruction_set)
+        case Packed(panels, shape):
+            return _call("quire_linear_bf16", x, panels, output_shape=shape, out=out, isa=instruction_set)
         case Int8():
             return _int8(x, weight, out, instruction_set)
         case Transposed(array):
@@ -85,8 +83,8 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
 def _int8(x: jax.Array, weight: Int8, out: jnp.dtype, isa: str) -> jax.Array:
     """Two terms for each activation: a token's outliers leave the rest of it too few of 8 bits."""
     if weight.packed:
-        outer = weight.scale.shape
-        return _call("quire_linear_int8", x, weight.values, weight.scale, outer=outer, out=out, isa=isa)
+        shape = weight.scale.shape
+        return _call("quire_linear_int8", x, weight.values, weight.scale, output_shape=shape, out=out, isa=isa)
     first, scale_T = quantize(x, axis=1)
     x32 = x.astype(jnp.float32)
     both = jnp.concatenate([x32, x32 - first.astype(jnp.float32) * scale_T[:, None]])
@@ -107,15 +105,17 @@ def _product(x: jax.Array, weight: jax.Array, inner_axis: int, out: jnp.dtype) -
     return jax.lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=out)
 
 
-def _call(target: str, x: jax.Array, *weight: jax.Array, outer: Outer, out: jnp.dtype, isa: str) -> jax.Array:
-    shape = jax.ShapeDtypeStruct((x.shape[0], math.prod(outer)), out)
-    return jax.ffi.ffi_call(target, shape)(x, *weight, isa=isa).reshape(-1, *outer)
+def _call(
+    target: str, x: jax.Array, *weight: jax.Array, output_shape: tuple[int, ...], out: jnp.dtype, isa: str
+) -> jax.Array:
+    result = jax.ShapeDtypeStruct((x.shape[0], math.prod(output_shape)), out)
+    return jax.ffi.ffi_call(target, result)(x, *weight, isa=isa).reshape(-1, *output_shape)
 
 
 def quantize(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """To int8, symmetric, with one float32 scale for what lies along an axis. The native library does the same."""
     x32 = x.astype(jnp.float32)
-    largest = jnp.maximum(jnp.max(jnp.abs(x32), axis=axis, keepdims=True), SMALLEST)
+    largest = jnp.maximum(jnp.max(jnp.abs(x32), axis=axis, keepdims=True), MIN_MAGNITUDE)
     values = jnp.round(x32 * (np.float32(127) / largest)).astype(jnp.int8)
     return values, jnp.squeeze(largest * np.float32(1 / 127), axis)
 
@@ -138,16 +138,18 @@ class MatmulKind:
 
 def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> MatmulKind:
     """What the config's knobs mean on this mesh; "native" where it cannot be is an error that says why."""
-    why_not = _why_not_native(quantize, dtype, mesh) if matmul in ("auto", "native") else matmul
-    if matmul == "native" and why_not:
-        raise ValueError(f"matmul='native': {why_not}; matmul='auto' takes what there is")
-    return MatmulKind(native=why_not is None, int8=quantize == "int8")
+    if matmul == "xla":
+        return MatmulKind(native=False, int8=quantize == "int8")
+    reason = _native_unavailable_reason(quantize, dtype, mesh)
+    if matmul == "native" and reason:
+        raise ValueError(f"matmul='native': {reason}; matmul='auto' takes what there is")
+    return MatmulKind(native=reason is None, int8=quantize == "int8")
 
 
-def _why_not_native(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
+def _native_unavailable_reason(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
     if dtype != "bfloat16" and quantize is None:
         return f"the native matmul takes bfloat16, or any type with quantize='int8', not {dtype}"
-    return native.why_not_on(mesh)
+    return native.unavailable_reason_on(mesh)
 
 
 def convert(array: jax.Array, contracted_axis: int, kind: MatmulKind) -> Weight:
@@ -176,6 +178,6 @@ def pack(array: jax.Array, transposed: bool = False) -> jax.Array:
     matrix = array if transposed else array.reshape(array.shape[0], -1)
     columns, inner = matrix.shape if transposed else matrix.shape[::-1]
     group = 4 // matrix.dtype.itemsize
-    lines = LINE // 4 * -(-inner * matrix.dtype.itemsize // LINE)
-    shape = (-(-columns // PANEL), lines, PANEL, group)
+    num_groups = INNER_ALIGNMENT // 4 * -(-inner * matrix.dtype.itemsize // INNER_ALIGNMENT)
+    shape = (-(-columns // PANEL_WIDTH), num_groups, PANEL_WIDTH, group)
     return jax.ffi.ffi_call("quire_pack", jax.ShapeDtypeStruct(shape, matrix.dtype))(matrix, transposed=transposed)

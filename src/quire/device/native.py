@@ -1,6 +1,7 @@
 """The native library: found, loaded and registered with XLA here, and nowhere else.
 
-It is built with the package when there is a compiler. Without it Quire runs in plain XLA, and `why_not` says why.
+It is built with the package when there is a compiler. Without it Quire runs in plain XLA, and
+`unavailable_reason` says why.
 Importing this module loads nothing and never fails.
 """
 
@@ -40,20 +41,20 @@ def _load() -> ctypes.CDLL | str:
     return library
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why the native library cannot be used, in one sentence; None when it can."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
-def why_not_on(mesh: Mesh) -> str | None:
-    """Why the native library cannot compute what is whole on a mesh, in one sentence; None on one CPU device."""
+def unavailable_reason_on(mesh: Mesh) -> str | None:
+    """Why the native library cannot compute on a mesh, in one sentence; None when it can: on one CPU device."""
     platform = mesh.devices.flat[0].platform
     if platform != "cpu":
         return f"the native library runs on a CPU, not on a {platform}"
     if mesh.size > 1:
         return f"the native matmul runs on one device, not on {mesh.size}"
-    return why_not()
+    return unavailable_reason()
 
 
 def instruction_sets() -> tuple[str, ...]:

@@ -57,7 +57,7 @@ def split(qkv_TKXH: Float[Array, "T K X H"]) -> tuple[jax.Array, jax.Array, jax.
 def split_rotated(
     qkv_TKXH: Float[Array, "T K X H"], rotary: Rotary, *, native: bool, instruction_set: str = ""
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries, keys and values of the joined projection, q and k rotated."""
+    """q, k and v, `[T, heads, H]`, of what one matmul made; q and k rotated."""
     if native:
         outputs = tuple(_like(x) for x in jax.eval_shape(split, qkv_TKXH))
         q_TNH, k_TKH, v_TKH = jax.ffi.ffi_call("quire_rotate", outputs)(qkv_TKXH, *rotary, isa=instruction_set)

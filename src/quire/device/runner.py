@@ -106,10 +106,10 @@ class ModelRunner:
         self._params = prepare(model, params, self._matmul_kind)
         self._is_complete = True
         """Whether all weights are of one version; not while they are being replaced."""
-        backend, why_slower = choose_backend(attention, model, mesh.devices.flat[0].platform)
-        self.notes = (f"attention runs in plain XLA, which is slower: {why_slower}",) if why_slower else ()
+        backend, reason = choose_backend(attention, model, mesh.devices.flat[0].platform)
+        self.notes = (f"attention runs in plain XLA, which is slower: {reason}",) if reason else ()
         """What a person should know at start, each in one sentence."""
-        is_native = matmul != "xla" and native.why_not_on(mesh) is None
+        is_native = matmul != "xla" and native.unavailable_reason_on(mesh) is None
         self.statics = ModelStatics(config=model, backend=get_backend(backend), mesh=mesh, native=is_native)
         self.layer = get_architecture(model.architecture).layer
         self._dtype = jnp.dtype(dtype)

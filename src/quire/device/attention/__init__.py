@@ -75,12 +75,13 @@ def choose_backend(knob: str, model: ModelConfig, platform: str) -> tuple[str, s
 
     if knob not in ("auto", "native"):
         return knob, None
-    why_not = native.why_not(model) if platform == "cpu" else f"the native kernel runs on a CPU, not on a {platform}"
-    if why_not is None:
+    elsewhere = f"the native kernel runs on a CPU, not on a {platform}"
+    reason = native.unavailable_reason(model) if platform == "cpu" else elsewhere
+    if reason is None:
         return "native", None
     if knob == "native":
-        raise ValueError(f"attention='native': {why_not}; attention='auto' takes what there is")
-    return "xla", why_not if platform == "cpu" else None
+        raise ValueError(f"attention='native': {reason}; attention='auto' takes what there is")
+    return "xla", reason if platform == "cpu" else None
 
 
 def paged_attention(

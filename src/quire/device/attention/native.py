@@ -63,10 +63,10 @@ class NativeBackend:
         return out_TNH, (k_pages, v_pages)
 
 
-def why_not(model: ModelConfig) -> str | None:
+def unavailable_reason(model: ModelConfig) -> str | None:
     """Why this backend cannot run the model on this machine's CPU, in one sentence; None when it can."""
     for attention in model.attention:
         if attention.head_dim % HEAD_DIM_MULTIPLE:
             multiple = f"a multiple of {HEAD_DIM_MULTIPLE}, not {attention.head_dim}"
             return f"the native kernel needs a head size that is {multiple}"
-    return native.why_not()
+    return native.unavailable_reason()
