@@ -232,10 +232,10 @@ EXHAUSTION = {
 @pytest.mark.parametrize("source", EXHAUSTION.values(), ids=EXHAUSTION.keys())
 def test_a_template_cannot_exhaust_the_server(source: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(template_budget, "MAX_WORK", 1_000_000)  # a twentieth of the real one, for short tests
-    started = time.perf_counter()
+    started = time.thread_time()
     with pytest.raises(ChatTemplateError):
         render(source)
-    assert time.perf_counter() - started < 2
+    assert time.thread_time() - started < 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Jinja's lexer, cut off in mid-air

@@ -436,7 +436,7 @@ def test_a_commit_that_fails_half_way_leaves_the_engine_whole(params, alone):
         (bad,) = engine.add(
             request("bad", prompt=PROMPTS[3], temperature=0, max_tokens=9, ignore_eos=True, stop=[[96, 96]])
         )
-        bad.text, bad.has_stop_strings = Trips(), True
+        bad.detokenizer, bad.has_stop_strings = Trips(), True
         ends = engine.add(request("ends", prompt=PROMPTS[4], max_tokens=3, ignore_eos=True))  # in the same commit
         sequences, raised = drive(engine, PROMPTS, params)
         assert [str(error) for error in raised] == ["tripped"]
