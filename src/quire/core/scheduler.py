@@ -154,6 +154,8 @@ class Scheduler:
         preemptions_before = self.num_preemptions
         running, page_size = self.running, self.tables.page_size
         head = self.waiting.peek()
+        if head is not None and running and head.order > running[-1].order:
+            head = None  # its place is behind everybody
         position = 0
         while position < len(running):
             sequence = running[position]
@@ -346,7 +348,9 @@ class Scheduler:
         self.tables.dispatched()
         weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
-        samples = [(i, sample) for i, sample in enumerate(plan.samples) if counts[sample.row]]
+        samples = enumerate(plan.samples)
+        if not all(counts):
+            samples = [(i, sample) for i, sample in samples if counts[sample.row]]
         events = accept_tokens(samples, result, weights.version)
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
