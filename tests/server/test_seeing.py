@@ -21,7 +21,7 @@ from quire.server.observe.trace_log import TraceLog
 from quire.server.stream import Stream, Times
 from quire.testing import fake_engine
 from tests.server.process import SMALL, serving
-from tests.test_sight import engine_with_everything
+from tests.test_page_map import engine_with_everything
 
 pytestmark = pytest.mark.own_server
 
