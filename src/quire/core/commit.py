@@ -25,12 +25,8 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
         if sample.target is not None:
             sequence.prompt_logprobs.append(_logprob(sequence, result, i, 0, drawn=False))
             continue
-        tokens = all_tokens[i]
-        if sequence.ends_plainly and len(tokens) == 1:
-            events.append(_accept_one(sequence, tokens[0], version))
-            continue
         reason, accepted = None, []
-        for round_, token_id in enumerate(tokens):
+        for round_, token_id in enumerate(all_tokens[i]):
             if token_id < 0:
                 break
             sequence.output_token_ids.append(token_id)
@@ -44,18 +40,6 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
                 break
         events.append(TokenEvent(sequence, tuple(accepted), reason))
     return events
-
-
-def _accept_one(sequence: Sequence, token_id: int, version: Version) -> TokenEvent:
-    """Append one token to a sequence that ends by an end token or its length only: what most rows are."""
-    output = sequence.output_token_ids
-    output.append(token_id)
-    sequence.num_tokens += 1
-    sequence.weight_versions.append(version)
-    if token_id in sequence.eos_ids and len(output) >= sequence.params.min_tokens:
-        sequence.num_stop_tokens = 1
-        return TokenEvent(sequence, (token_id,), FinishReason.EOS)
-    return TokenEvent(sequence, (token_id,), FinishReason.LENGTH if len(output) >= sequence.max_tokens else None)
 
 
 def computed_end(row: Row) -> int:

@@ -79,7 +79,7 @@ class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "detokenizer", "ends_plainly", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
+        "arrival", "detokenizer", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
         "hash_root", "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index",
         "num_cached_tokens", "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens",
         "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent", "preemptions",
@@ -122,9 +122,6 @@ class Sequence:
         self.sampling_record: bytes | None = None
         """`params` as the packer lays them out, made once."""
         self.has_stop_strings = bool(request.params.stop_strings)
-        params = request.params
-        self.ends_plainly = not (params.stop or params.stop_token_ids or grammar) and params.logprobs is None
-        """Whether only an end token or its length can end it, and nothing but tokens is recorded of it."""
         self.priority = request.priority
         self.order = (-request.priority, arrival, index)
         """Smaller runs first: higher priority, then earlier arrival, then lower index."""
@@ -189,7 +186,6 @@ class Sequence:
         child.logprobs = self.logprobs.copy()
         child.weight_versions = self.weight_versions.copy()
         child.prompt_logprobs = self.prompt_logprobs
-        child.ends_plainly = self.ends_plainly
         child.grammar, child.mask = self.grammar and self.grammar.copy(), self.mask
         return child
 

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from quire.config import MAX_EOS_IDS
+
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
 
 MAX_STOP_IDS = 64
 """Token ids of its own that end one sequence, beside the model's end tokens."""
-MAX_EOS_IDS = 16
-"""End tokens of a model."""
 MAX_BIASES = 384
 """Token ids whose logit one sample may change: 300 biases, 64 stop ids and the model's end tokens."""
 NUM_TOP_LOGPROBS = 20

@@ -258,7 +258,7 @@ class ModelRunner:
         """Compute with these from the next step on. They are copied: the caller's arrays stay the caller's.
 
         Weights of another shape, type or name are refused before anything changes. Arrays are replaced one at a time,
-        so that the device never holds more than one beyond those of the model. When it runs out of memory in the
+        so that the device holds one or two beyond those of the model. When it runs out of memory in the
         middle, no weights are left: steps raise until a later call succeeds.
         """
         check_params(self.model, params, dtype=str(self._dtype))

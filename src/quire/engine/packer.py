@@ -9,13 +9,13 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from quire.config import MAX_EOS_IDS
 from quire.core.errors import AuditError
 from quire.core.plan import Row, Sample, StepPlan
 from quire.core.sequence import Sequence as TokenSequence
 from quire.device.inputs import (
     INVALID,
     MAX_BIASES,
-    MAX_EOS_IDS,
     MAX_STOP_IDS,
     BatchLayout,
     PageCommands,
