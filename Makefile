@@ -1,11 +1,19 @@
 # What CI runs, and the pieces of it.
-.PHONY: check fast format lock proto
+.PHONY: check docs fast format lock nightly proto
 
 check:  ## everything CI runs
 	.ci/run
 
-fast:   ## something of everything, in a few minutes
+nightly: ## other sizes and combinations too
+	.ci/run nightly
+
+fast:   ## something of everything, in about five minutes
 	.ci/run fast
+
+docs:   ## the docs site, in .cache/site
+	.ci/dev-env
+	.ci/docs-env
+	NO_MKDOCS_2_WARNING=1 .cache/docs/bin/mkdocs build
 
 format: ## put the code in shape
 	.ci/dev-env
@@ -15,6 +23,9 @@ format: ## put the code in shape
 lock:   ## pin what pyproject.toml asks for
 	.ci/dev-env
 	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
+	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --group test --python-version 3.12 --resolution lowest-direct --generate-hashes --no-header --upgrade -o requirements.floors.lock
+	.venv/bin/python -m uv pip compile --quiet pyproject.toml tests/tunix/requirements.in --python-version 3.12 --generate-hashes --no-header --upgrade -o tests/tunix/requirements.txt
+	.venv/bin/python -m uv pip compile --quiet docs/requirements.in --universal --python-version 3.12 --generate-hashes --no-header --upgrade -o docs/requirements.txt
 
 proto:  ## what src/quire/server/grpc/proto/quire.proto says, in Python
 	.ci/dev-env

@@ -34,7 +34,7 @@ class DenseBackend:
         shape = (num_pages, page_size, attention.num_kv_heads, attention.head_dim)
         return (ArraySpec(shape, dtype, ("pages", "offset", "kv_heads", "head")),) * 2
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention, sinks_N=None):
         num_rows, length, num_kv_heads, head_dim = kv[0].shape
         count = q_TNH.shape[0] // num_rows
         start = layout.positions_T[0]
@@ -62,12 +62,11 @@ def dense_runner(model: str, length: int) -> SimpleNamespace:
     def create_cache(num_pages: int) -> kv_cache.KVCache:
         dtype = jnp.dtype(jnp.bfloat16)
         shape = {"num_pages": num_pages, "page_size": length, "dtype": dtype, "mesh": mesh}
-        return kv_cache.create(statics.backend, loaded.config, **shape)
+        return kv_cache.create(kv_cache.abstract(statics.backend, loaded.config.attention, **shape))
 
     return SimpleNamespace(
-        params=prepare(loaded.config, loaded.params, MatmulKind(native=False, int8=False)),
-        statics=statics,
-        layer=get_architecture(loaded.config.architecture).layer,
+        params=prepare(loaded.config, loaded.params, mesh=mesh, kind=MatmulKind(native=False, int8=False)),
+        programs=SimpleNamespace(statics=statics, layer=get_architecture(loaded.config.architecture).layer),
         page_size=length,
         create_cache=create_cache,
     )

@@ -13,8 +13,8 @@ import time
 import numpy as np
 
 from quire.config import EngineConfig
+from quire.core.page_pool import PagePool
 from quire.core.page_tables import PageTables
-from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -30,7 +30,7 @@ PAGE_SIZE, NUM_PAGES = 16, 1_000_000
 def busy_scheduler(rows: int, waiting: int, max_model_len: int, seed: int = 0) -> Scheduler:
     """So many decoding sequences with contexts of 64 to 1,024 tokens, one with the longest there is, and a queue."""
     rng = np.random.default_rng(seed)
-    tables = PageTables(PageAllocator(NUM_PAGES), page_size=PAGE_SIZE)
+    tables = PageTables(PagePool(NUM_PAGES, PAGE_SIZE))
     limits = {"max_num_seqs": rows, "max_num_batched_tokens": 2 * rows + 2 * max_model_len}
     scheduler = Scheduler(tables, max_num_samples=rows, **limits)
     lengths = rng.integers(64, 1024, rows).tolist()
@@ -86,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     scheduler = busy_scheduler(args.rows, args.waiting, args.max_model_len)
     config = EngineConfig(max_num_seqs=args.rows, max_num_batched_tokens=2 * args.rows)
-    packer = Packer(step_shapes(config), page_size=PAGE_SIZE, num_pages=NUM_PAGES)
+    packer = Packer(step_shapes(config), page_size=PAGE_SIZE, num_pages=[NUM_PAGES])
     times, plan, inputs = measure(scheduler, packer, args.repeats)
     parts = np.median(times, axis=0) * 1e3
     total = np.sum(times, axis=1) * 1e3

@@ -124,15 +124,13 @@ def cost(model: str, repeats: int) -> None:
 def weights(model: str, repeats: int) -> None:
     """set_weights, against a plain copy of the same bytes."""
     with LLM(model, **KNOBS) as llm:
-        params = jax.tree.map(np.array, llm.engine.runner.params)
+        params = jax.tree.map(np.array, llm.params)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         llm.engine.add(Request(id="r", prompt_token_ids=(1, 2, 3), params=SamplingParams(max_tokens=500)))
         ours, theirs = [], []
         for i in range(repeats + 1):
             llm.engine.step()
-            a = seconds(
-                lambda i=i: (llm.engine.set_weights(params, i + 1), jax.block_until_ready(llm.engine.runner.params))
-            )
+            a = seconds(lambda i=i: (llm.set_weights(params, i + 1), jax.block_until_ready(llm.engine.runner.params)))
             b = seconds(lambda: jax.tree.map(np.copy, params))
             if i:
                 ours.append(a)

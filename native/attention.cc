@@ -17,7 +17,8 @@ namespace quire {
 namespace {
 
 constexpr int64_t kTileRows = 64;       // rows of a tile, unless one query has more heads
-constexpr int64_t kMinPartColumns = 256;  // a shorter part of a context is not worth a task of its own
+constexpr int64_t kFirstPart = 2;  // chunks of the first parts of a context; a shorter one is not worth a task of its own
+constexpr int64_t kPartsBefore = 8;  // later parts are longer: as many as this come before the first of twice the length
 constexpr float kLog2E = 1.44269504088896340736f;
 
 // ---- columns --------------------------------------------------------------------------------------------------------
@@ -43,29 +44,64 @@ struct Columns {
     return piece(position) * padded + position % page_size % width;
   }
   int64_t pieces_per_chunk() const { return kChunk / padded; }
+
+  // The piece with which the next part of a context begins. Pieces count from the beginning of the sequence.
+  int64_t next_part(int64_t piece, bool has_window) const {
+    int64_t length = kFirstPart * pieces_per_chunk();
+    while (!has_window && length * kPartsBefore <= piece) length *= 2;
+    return (piece / length + 1) * length;
+  }
 };
 
 // ---- tasks ----------------------------------------------------------------------------------------------------------
 
-// A tile and the part of its context it visits here.
+// A tile and those parts of its context that it visits here. Pieces and positions count from the first page of the row's
+// table; pieces before it, where a chunk begins, have no positions.
 struct Task {
   int64_t row, kv_head;
   int64_t first_token, num_queries;
   int64_t first_position;            // of the first query
+  int64_t pieces_before;             // of the sequence, before the table
   int64_t begin_piece, end_piece;
-  int64_t part = 0, num_parts = 1;
-  int64_t split = -1;                // which split context this is a part of
+  int64_t part = 0;                  // the first of them
+  int64_t split = -1;                // which split context this is of
   bool writes = false;               // the tile is the whole row: it writes the row's K and V itself
 };
 
-// A context visited in several parts: what each leaves, and how many are still under way.
+// A context visited by several tasks: what each part of it comes to, and how many tasks are still under way.
 struct Split {
+  int64_t num_parts;
   std::vector<float> left;  // [parts, X, H + 2]: out, top, total
   std::atomic<int64_t> waiting;
 
-  Split(int64_t num_parts, int64_t num_rows, int64_t head_dim)
-      : left(num_parts * num_rows * (head_dim + 2)), waiting(num_parts) {}
+  Split(int64_t num_parts, int64_t num_tasks, int64_t num_rows, int64_t head_dim)
+      : num_parts(num_parts), left(num_parts * num_rows * (head_dim + 2)), waiting(num_tasks) {}
 };
+
+// What a row of a tile has found: its output times `total`, the sum of 2^(score - top).
+struct Found {
+  float* out;  // [H]
+  float *top, *total;
+};
+
+// The sum of what two parts found. They are added in the order of the context, by whoever does it.
+void add(const Found& to, const Found& part, int64_t head_dim) {
+  if (*part.total == 0) return;  // it saw nothing
+  if (*to.total == 0) {
+    std::copy_n(part.out, head_dim, to.out);
+    *to.top = *part.top;
+    *to.total = *part.total;
+  } else if (*part.top > *to.top) {
+    const float shrink = std::exp2(*to.top - *part.top);
+    for (int64_t h = 0; h < head_dim; ++h) to.out[h] = to.out[h] * shrink + part.out[h];
+    *to.total = *to.total * shrink + *part.total;
+    *to.top = *part.top;
+  } else {
+    const float shrink = std::exp2(*part.top - *to.top);
+    for (int64_t h = 0; h < head_dim; ++h) to.out[h] += part.out[h] * shrink;
+    *to.total += *part.total * shrink;
+  }
+}
 
 template <class T>
 class Step {
@@ -131,16 +167,19 @@ class Step {
     const int64_t per_tile = max_rows_ / group_;
     const bool whole = end - begin <= per_tile;
     if (!whole) add_writes(begin, end);
+    const int64_t pages_before = std::max<int64_t>(a_.positions_T[begin] - (kv_len - (end - begin)), 0) / a_.page_size;
     for (int64_t token = begin; token < end; token += per_tile) {
       Task task{};
       task.row = row;
       task.first_token = token;
       task.num_queries = std::min(per_tile, end - token);
       task.first_position = kv_len - (end - token);
+      task.pieces_before = pages_before * columns_.per_page;
       task.writes = whole;
       const int64_t last = task.first_position + task.num_queries - 1;
       if (last >= 0) {
-        task.begin_piece = columns_.piece(first_seen(std::max<int64_t>(task.first_position, 0)));
+        const int64_t first = columns_.piece(first_seen(std::max<int64_t>(task.first_position, 0)));
+        task.begin_piece = first - (first + task.pieces_before) % columns_.pieces_per_chunk();
         task.end_piece = columns_.piece(last) + 1;
       }
       for (task.kv_head = 0; task.kv_head < a_.num_kv_heads; ++task.kv_head) tasks_.push_back(task);
@@ -175,7 +214,14 @@ class Step {
     return num_pieces * columns_.padded * a_.head_dim * 2 * static_cast<int64_t>(sizeof(T)) < bytes_worth_a_thread;
   }
 
-  // So that no task is more than a fraction of what a thread has to do.
+  // The end of the part that a piece of a task's context is in.
+  int64_t end_of_part(const Task& task, int64_t piece) const {
+    const int64_t next = columns_.next_part(piece + task.pieces_before, a_.window > 0) - task.pieces_before;
+    return std::min(next, task.end_piece);
+  }
+
+  // So that no task is more than a fraction of what a thread has to do, as far as there are parts. What comes out does
+  // not depend on it.
   void split_long_contexts() {
     if (threads_.count < 2 || is_small()) return;
     int64_t total = 0;
@@ -183,25 +229,29 @@ class Step {
     const int64_t share = ceil_div(total, 4 * threads_.count);
     std::vector<Task> tasks;
     tasks.reserve(tasks_.size());
+    std::vector<int64_t> begins;  // of the parts of a context, and its end
     for (size_t i = 0; i < tasks_.size(); i += a_.num_kv_heads) {  // the KV heads of one tile
       const Task& whole = tasks_[i];
-      const int64_t num_pieces = whole.end_piece - whole.begin_piece;
-      const int64_t most_parts = num_pieces * columns_.padded / kMinPartColumns;
-      const int64_t num_parts = std::max<int64_t>(std::min(ceil_div(cost(whole), share), most_parts), 1);
-      if (num_parts > 1 && whole.writes) add_writes(whole.first_token, whole.first_token + whole.num_queries);
+      const int64_t wanted = ceil_div(cost(whole), share);
+      begins.assign(1, whole.begin_piece);
+      while (wanted > 1 && begins.back() < whole.end_piece) begins.push_back(end_of_part(whole, begins.back()));
+      const int64_t num_parts = static_cast<int64_t>(begins.size()) - 1, num_tasks = std::min(wanted, num_parts);
+      if (num_tasks < 2) {
+        tasks.insert(tasks.end(), &tasks_[i], &tasks_[i] + a_.num_kv_heads);
+        continue;
+      }
+      if (whole.writes) add_writes(whole.first_token, whole.first_token + whole.num_queries);
       const auto first_split = static_cast<int64_t>(splits_.size());
-      for (int64_t part = 0; part < num_parts; ++part) {
+      for (int64_t head = 0; head < a_.num_kv_heads; ++head)
+        splits_.push_back(std::make_unique<Split>(num_parts, num_tasks, whole.num_queries * group_, a_.head_dim));
+      for (int64_t n = 0; n < num_tasks; ++n) {
         for (int64_t head = 0; head < a_.num_kv_heads; ++head) {
           Task task = tasks_[i + head];
-          if (num_parts > 1) {
-            if (part == 0) splits_.push_back(std::make_unique<Split>(num_parts, task.num_queries * group_, a_.head_dim));
-            task.split = first_split + head;
-            task.part = part;
-            task.num_parts = num_parts;
-            task.writes = false;
-            task.begin_piece = whole.begin_piece + num_pieces * part / num_parts;
-            task.end_piece = whole.begin_piece + num_pieces * (part + 1) / num_parts;
-          }
+          task.split = first_split + head;
+          task.part = num_parts * n / num_tasks;
+          task.writes = false;
+          task.begin_piece = begins[task.part];
+          task.end_piece = begins[num_parts * (n + 1) / num_tasks];
           tasks.push_back(task);
         }
       }
@@ -247,25 +297,62 @@ class Step {
       for (int64_t i = 0; i < count; ++i) to[i] = piece(from, first + i, seen_begin, seen_end);
       return count;
     };
-    int64_t num_pieces = look_up(task, task.begin_piece, pieces);
-    for (int64_t first = task.begin_piece; first < task.end_piece; first += per_chunk) {
-      functions_.score(s, pieces, num_pieces);
-      functions_.soften(s, first * columns_.padded, num_pieces * columns_.padded);
-      int64_t num_next = look_up(task, first + per_chunk, next);
-      if (num_next == 0 && following) num_next = look_up(*following, following->begin_piece, next);
-      functions_.accumulate(s, pieces, num_pieces, next, num_next);
-      std::swap(pieces, next);
-      num_pieces = num_next;
+    int64_t num_pieces = look_up(task, task.begin_piece, pieces), part = task.part;
+    forget(s, s.out, s.top, s.total);
+    for (int64_t begin = task.begin_piece, end; begin < task.end_piece; begin = end, ++part) {
+      end = end_of_part(task, begin);
+      for (int64_t first = begin; first < end; first += per_chunk) {
+        functions_.score(s, pieces, num_pieces);
+        if (a_.soft_cap > 0) cap(s, first * columns_.padded, num_pieces * columns_.padded);
+        functions_.soften(s, first * columns_.padded, num_pieces * columns_.padded);
+        int64_t num_next = look_up(task, first + per_chunk, next);
+        if (num_next == 0 && following) num_next = look_up(*following, following->begin_piece, next);
+        functions_.accumulate(s, pieces, num_pieces, next, num_next);
+        std::swap(pieces, next);
+        num_pieces = num_next;
+      }
+      if (task.split >= 0) {
+        leave(task, part, s);
+      } else if (begin > task.begin_piece || end < task.end_piece) {  // one of several
+        if (begin == task.begin_piece) forget(s, s.sum_out, s.sum_top, s.sum_total);
+        for (int64_t x = 0; x < s.num_rows; ++x) add(sum(s, x), found(s, x), a_.head_dim);
+      } else {
+        continue;
+      }
+      forget(s, s.out, s.top, s.total);
     }
     functions_.finish(s);
-    if (task.split < 0) {
-      store(task, s);
+    if (task.split >= 0) {
+      end_task(task, s);
     } else {
-      leave(task, s);
+      const bool is_one_part = end_of_part(task, task.begin_piece) == task.end_piece;
+      for (int64_t x = 0; x < s.num_rows; ++x) store(task, x, is_one_part ? found(s, x) : sum(s, x));
+    }
+  }
+
+  Found found(const Scratch& s, int64_t x) const { return {s.out + x * a_.head_dim, s.top + x, s.total + x}; }
+  Found sum(const Scratch& s, int64_t x) const { return {s.sum_out + x * a_.head_dim, s.sum_top + x, s.sum_total + x}; }
+
+  void forget(const Scratch& s, float* out, float* top, float* total) const {
+    std::fill_n(out, s.num_rows * a_.head_dim, 0.0f);
+    std::fill_n(top, s.num_rows, kNothing);
+    std::fill_n(total, s.num_rows, 0.0f);
+  }
+
+  // Bounds the scores that are seen, which are not yet scaled. A column without a position stays kNothing.
+  void cap(Scratch& s, int64_t column, int64_t num_columns) const {
+    const float to_unit = a_.scale / a_.soft_cap, from_unit = a_.soft_cap / a_.scale;
+    for (int64_t x = 0; x < s.num_rows; ++x) {
+      float* scores = s.scores + x * kScoreStride;
+      const int64_t begin = std::clamp<int64_t>(s.begin[x] - column, 0, num_columns);
+      const int64_t end = std::clamp<int64_t>(s.end[x] - column, begin, num_columns);
+      for (int64_t c = begin; c < end; ++c)
+        if (scores[c] != kNothing) scores[c] = std::tanh(scores[c] * to_unit) * from_unit;
     }
   }
 
   Piece piece(const Task& task, int64_t index, int64_t seen_begin, int64_t seen_end) const {
+    if (index < 0) return {nullptr, nullptr, 0, 0, 0};
     const int64_t in_row = index / columns_.per_page;
     const int64_t offset = index % columns_.per_page * columns_.width;
     const int64_t page = a_.page_table_BP[task.row * a_.pages_per_row + in_row];
@@ -283,7 +370,7 @@ class Step {
   // Carved out of one allocation that the thread keeps.
   Scratch scratch(const Task& task) {
     const int64_t rows = round_up(max_rows_, 16), head_dim = round_up(a_.head_dim, 16);
-    const int64_t floats = rows * (2 * head_dim + kScoreStride + 2) + kChunk * head_dim;
+    const int64_t floats = rows * (3 * head_dim + kScoreStride + 4) + kChunk * head_dim;
     const int64_t bytes = floats * 4 + rows * (kScoreStride * 2 + 16) + 16 * kLine;
     static thread_local std::vector<char> memory;
     if (static_cast<int64_t>(memory.size()) < bytes) memory.resize(bytes);
@@ -305,6 +392,9 @@ class Step {
     s.values = take(kChunk * head_dim * 2);
     s.top = reinterpret_cast<float*>(take(rows * 4));
     s.total = reinterpret_cast<float*>(take(rows * 4));
+    s.sum_out = reinterpret_cast<float*>(take(rows * head_dim * 4));
+    s.sum_top = reinterpret_cast<float*>(take(rows * 4));
+    s.sum_total = reinterpret_cast<float*>(take(rows * 4));
     s.begin = reinterpret_cast<int64_t*>(take(rows * 8));
     s.end = reinterpret_cast<int64_t*>(take(rows * 8));
     return s;
@@ -325,48 +415,40 @@ class Step {
       const int64_t position = task.first_position + x / group_;
       s.begin[x] = position < 0 ? 0 : columns_.column(first_seen(position));
       s.end[x] = position < 0 ? 0 : columns_.column(position) + 1;
-      s.top[x] = kNothing;
-      s.total[x] = 0;
     }
-    std::fill(s.out, s.out + s.num_rows * head_dim, 0.0f);
   }
 
-  void store(const Task& task, const Scratch& s) const {
-    for (int64_t x = 0; x < s.num_rows; ++x) store_row(task, x, s.out + x * a_.head_dim, s.total[x]);
-  }
-
-  void store_row(const Task& task, int64_t x, const float* out, float total) const {
+  void store(const Task& task, int64_t x, const Found& row) const {
     const int64_t token = task.first_token + x / group_, head = task.kv_head * group_ + x % group_;
+    float total = *row.total;
+    if (a_.sinks_N && total > 0) total += std::exp2(a_.sinks_N[head] * kLog2E - *row.top);
     T* to = static_cast<T*>(a_.out_TNH) + (token * a_.num_heads + head) * a_.head_dim;
     const float factor = total == 0 ? 0 : 1 / total;  // a query that sees nothing
-    for (int64_t h = 0; h < a_.head_dim; ++h) to[h] = from_float<T>(out[h] * factor);
+    for (int64_t h = 0; h < a_.head_dim; ++h) to[h] = from_float<T>(row.out[h] * factor);
   }
 
-  // Keeps what a part found; the last one to come puts the parts together.
-  void leave(const Task& task, const Scratch& s) {
-    Split& split = *splits_[task.split];
-    const int64_t width = a_.head_dim + 2;
+  Found left(Split& split, int64_t part, const Scratch& s, int64_t x) const {
+    float* at = split.left.data() + (part * s.num_rows + x) * (a_.head_dim + 2);
+    return {at, at + a_.head_dim, at + a_.head_dim + 1};
+  }
+
+  void leave(const Task& task, int64_t part, const Scratch& s) {
     for (int64_t x = 0; x < s.num_rows; ++x) {
-      float* to = split.left.data() + (task.part * s.num_rows + x) * width;
-      std::copy_n(s.out + x * a_.head_dim, a_.head_dim, to);
-      to[a_.head_dim] = s.top[x];
-      to[a_.head_dim + 1] = s.total[x];
+      const Found from = found(s, x), to = left(*splits_[task.split], part, s, x);
+      std::copy_n(from.out, a_.head_dim, to.out);
+      *to.top = *from.top;
+      *to.total = *from.total;
     }
+  }
+
+  // The last task of a context to come puts its parts together.
+  void end_task(const Task& task, const Scratch& s) {
+    Split& split = *splits_[task.split];
     if (split.waiting.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (int64_t x = 0; x < s.num_rows; ++x) {
-      auto left = [&](int64_t part) { return split.left.data() + (part * s.num_rows + x) * width; };
-      float top = kNothing, total = 0;
-      for (int64_t part = 0; part < task.num_parts; ++part) top = std::max(top, left(part)[a_.head_dim]);
-      float* out = s.out + x * a_.head_dim;
-      std::fill(out, out + a_.head_dim, 0.0f);
-      for (int64_t part = 0; part < task.num_parts; ++part) {
-        const float* from = left(part);
-        if (from[a_.head_dim + 1] == 0) continue;  // it saw nothing
-        const float shrink = std::exp2(from[a_.head_dim] - top);
-        total += from[a_.head_dim + 1] * shrink;
-        for (int64_t h = 0; h < a_.head_dim; ++h) out[h] += from[h] * shrink;
-      }
-      store_row(task, x, out, total);
+      const Found all = left(split, 0, s, x);
+      for (int64_t part = 1; part < split.num_parts; ++part) add(all, left(split, part, s, x), a_.head_dim);
+      store(task, x, all);
     }
   }
 

@@ -133,22 +133,31 @@ TARGET inline void store_narrow(Bf16* p, F x) {
 namespace amx {
 #define TARGET __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,amx-tile,amx-bf16")))
 
-constexpr int64_t kSide = 16;         // rows of a tile, and floats or pairs in each
-constexpr int64_t kFewestRows = 12;  // below, a tile is mostly empty
+constexpr int64_t kSide = 16;  // rows of a tile, and floats or pairs in each
 
-bool fits(const Scratch& s) { return s.num_rows >= kFewestRows && s.head_dim % 32 == 0 && s.page_size % kSide == 0; }
+// Whatever the number of rows: a tile adds up in another order than a dot product.
+bool fits(const Scratch& s) { return s.head_dim % 32 == 0 && s.page_size % kSide == 0; }
+
+struct alignas(64) Config {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes_per_row[16];
+  uint8_t rows[16];
+};
+
+// For so many rows of queries: products are in tiles 0 to 3, queries or weights in 5, K or V in 4.
+constexpr Config config_of(int64_t rows) {
+  const auto few = static_cast<uint8_t>(rows);
+  return {1, 0, {}, {64, 64, 64, 64, 64, 64}, {few, few, few, few, kSide, few}};
+}
+
+// Constants: gcc sees only the first eight bytes being read, and would not store the others on the stack.
+constexpr Config kConfigs[kSide] = {config_of(1),  config_of(2),  config_of(3),  config_of(4),
+                                    config_of(5),  config_of(6),  config_of(7),  config_of(8),
+                                    config_of(9),  config_of(10), config_of(11), config_of(12),
+                                    config_of(13), config_of(14), config_of(15), config_of(16)};
 
 TARGET void start(Scratch& s) {
-  if (!fits(s)) return;
-  struct alignas(64) Config {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_per_row[16];
-    uint8_t rows[16];
-  };
-  // Static: gcc sees only the first eight bytes being read, and would not store the others on the stack.
-  static const Config config = {
-      1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {kSide, kSide, kSide, kSide, kSide, kSide, kSide, kSide}};
-  _tile_loadconfig(&config);
+  if (fits(s)) _tile_loadconfig(&kConfigs[std::min(s.num_rows, kSide) - 1]);
 }
 
 TARGET void finish(Scratch& s) {

@@ -1,7 +1,9 @@
 // The arithmetic of a tile: a few queries of one row with all G heads that share a KV head; its rows are (query, head).
 //
-// It visits its context in chunks of up to kChunk columns. A column is a position, counted so that each piece of a page
-// starts at an even one. For every chunk: scores = Q K^T, softmax with a running maximum and sum, out += weights V.
+// It visits a part of its context in chunks of up to kChunk columns. A column is a position, counted so that each piece
+// of a page starts at an even one. For every chunk: scores = Q K^T, softmax with a running maximum and sum, out += weights
+// V. What becomes of a row does not depend on the other rows of the tile: neither on what they see nor on how many they
+// are.
 //
 // What a tile's queries do not see may be anything, NaN too. Scores of such columns are never read, their weight is set
 // to zero, and since 0 x NaN is NaN their V is never multiplied.
@@ -26,7 +28,7 @@ constexpr int64_t kPair = sizeof(T) == 2 ? 2 : 1;
 struct Piece {
   const void* k;  // [H / pair, Z, pair], from this piece's first position on
   const void* v;  // [positions / pair, H, pair]
-  int64_t count;  // positions; 0 for a page outside the pool
+  int64_t count;  // positions; 0 for a page outside the pool, or before the table
   int64_t seen_begin, seen_end;  // of them, those that some query of the tile sees
 };
 
@@ -44,6 +46,9 @@ struct Scratch {
   float* out = nullptr;         // [X, H]
   float* top = nullptr;         // [X] running maximum, of scores times log2(e)
   float* total = nullptr;       // [X] running sum
+  float* sum_out = nullptr;     // the same three of the parts before, of which the functions know nothing
+  float* sum_top = nullptr;
+  float* sum_total = nullptr;
   int64_t* begin = nullptr;     // [X] first column seen, from the start of the context
   int64_t* end = nullptr;
 };

@@ -1,6 +1,7 @@
 #include "draw.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <functional>
 #include <limits>
@@ -228,6 +229,27 @@ Threshold find_threshold(const Passes& passes, const Draw& args, int64_t row, do
   return out;
 }
 
+// -- the counter ----------------------------------------------------------------------------------------------------
+
+using Pair = std::array<uint32_t, 2>;
+
+// 20 rounds of threefry2x32 (Salmon and others, 2011) over two words under a key.
+Pair threefry(Pair key, Pair x) {
+  constexpr int kRotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
+  const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA};
+  x[0] += keys[0];
+  x[1] += keys[1];
+  for (uint32_t group = 0; group < 5; ++group) {
+    for (const int rotation : kRotations[group % 2]) {
+      x[0] += x[1];
+      x[1] = (x[1] << rotation | x[1] >> (32 - rotation)) ^ x[0];
+    }
+    x[0] += keys[(group + 1) % 3];
+    x[1] += keys[(group + 2) % 3] + group + 1;
+  }
+  return x;
+}
+
 // -- a row ----------------------------------------------------------------------------------------------------------
 
 // The first index whose cumulative value exceeds the point, and how far into it the point lies: never one of value 0.
@@ -253,7 +275,7 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
   const float peak = args.peak[row] = *first_peak;
   if (args.inv_temperature[row] == 0) {
     const float* from = logits + (first_peak - scratch.peaks.begin()) * kTile;
-    args.token[row] = std::min(std::find(from, logits + vocab, peak) - logits, vocab - 1);
+    args.token[row] = std::min<int64_t>(std::find(from, logits + vocab, peak) - logits, vocab - 1);
     args.num_kept[row] = 1;
     args.mass[row] = 1;
     return;
@@ -291,6 +313,16 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
 }
 
 }  // namespace
+
+float uniform_of(const uint32_t seed[2], int32_t index, int32_t position) {
+  Pair key = {seed[0], seed[1]};
+  for (const int32_t number : {index, position}) key = threefry(key, {0, static_cast<uint32_t>(number)});
+  const Pair words = threefry(key, {0, 0});
+  const uint32_t bits = (words[0] ^ words[1]) >> 9 | 0x3F800000;  // 1 and 23 bits behind the point
+  float number;
+  std::memcpy(&number, &bits, sizeof number);
+  return number - 1;
+}
 
 void draw(Isa isa, const Draw& args, const Threads& threads) {
   const Passes passes = passes_for(isa);

@@ -24,6 +24,10 @@ struct Draw {
   float* mass;        // what they weigh together, where the likeliest weighs 1
 };
 
+// The number in [0, 1) of a seed, a sequence index and a position, by the generator threefry2x32: to the last bit what
+// JAX makes of `uniform(fold_in(fold_in(seed, index), position))`.
+float uniform_of(const uint32_t seed[2], int32_t index, int32_t position);
+
 void draw(Isa isa, const Draw& args, const Threads& threads);
 
 }  // namespace quire

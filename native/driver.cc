@@ -49,10 +49,11 @@ double run(Isa isa, bool narrow) {
   a.num_heads = a.num_kv_heads * pick_of<int64_t>({1, 2, 3, 4, 7, 8, 16, 65});
   a.window = pick_of<int64_t>({0, 0, 1, 7, 100});
   a.scale = 1 / std::sqrt(static_cast<float>(a.head_dim));
+  a.soft_cap = pick_of<float>({0, 0, 2});
 
   const bool decode = pick(0, 1) == 1;
   const int64_t rows = pick(1, 5), pad_rows = pick(0, 2), longest = pick_of<int64_t>({5, 40, 200, 1500});
-  std::vector<int32_t> kv_lens, cu_q_lens = {0}, table, destinations;
+  std::vector<int32_t> kv_lens, cu_q_lens = {0}, table, destinations, positions;
   int64_t used = 0;
   for (int64_t i = 0; i < rows; ++i) {
     kv_lens.push_back(static_cast<int32_t>(pick(1, longest)));
@@ -89,11 +90,13 @@ double run(Isa isa, bool narrow) {
   std::normal_distribution<float> normal;
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t q_len = cu_q_lens[i + 1] - cu_q_lens[i], old = kv_lens[i] - q_len;
+    const int64_t before = a.window ? pick(0, 20) * a.page_size : 0;  // what a window has left behind
     for (int64_t position = 0; position < kv_lens[i]; ++position) {
       const int32_t page = table[i * a.pages_per_row + position / a.page_size];
       const int64_t z = position % a.page_size;
       if (position >= old) {
         destinations.push_back(static_cast<int32_t>(page * a.page_size + z));
+        positions.push_back(static_cast<int32_t>(before + position));
         continue;
       }
       for (int64_t head = 0; head < a.num_kv_heads; ++head)
@@ -105,15 +108,21 @@ double run(Isa isa, bool narrow) {
   }
   while (static_cast<int64_t>(destinations.size()) < a.num_tokens)
     destinations.push_back(pick_of<int32_t>({static_cast<int32_t>(a.num_pages * a.page_size), -1, 1 << 30}));
+  positions.resize(a.num_tokens);
 
-  const Ints destinations_T(destinations), table_BP(table), kv_lens_B(kv_lens), cu_q_lens_B1(cu_q_lens);
+  const Ints positions_T(positions), destinations_T(destinations), table_BP(table), kv_lens_B(kv_lens);
+  const Ints cu_q_lens_B1(cu_q_lens);
   a.q_TNH = q.bytes.get();
   a.k_TKH = k.bytes.get();
   a.v_TKH = v.bytes.get();
+  a.positions_T = positions_T.data.get();
   a.destinations_T = destinations_T.data.get();
   a.page_table_BP = table_BP.data.get();
   a.kv_lens_B = kv_lens_B.data.get();
   a.cu_q_lens_B1 = cu_q_lens_B1.data.get();
+  std::vector<float> sinks(a.num_heads);
+  for (float& sink : sinks) sink = pick_of<float>({-1000, -1, 0, 2, 5});
+  a.sinks_N = pick(0, 1) ? sinks.data() : nullptr;
   a.k_pages = k_pages.bytes.get();
   a.v_pages = v_pages.bytes.get();
   a.out_TNH = out.bytes.get();
@@ -140,9 +149,11 @@ double run(Isa isa, bool narrow) {
           for (int64_t h = 0; h < a.head_dim; ++h)
             score += q.get((t * a.num_heads + n) * a.head_dim + h) *
                      k_pages.get(step.k_at(page, n / group, c % a.page_size, h));
-          weights.push_back(score * a.scale);
+          score *= a.scale;
+          weights.push_back(a.soft_cap > 0 ? a.soft_cap * std::tanh(score / a.soft_cap) : score);
           top = std::max(top, weights.back());
         }
+        if (a.sinks_N) total += std::exp(a.sinks_N[n] - top);
         for (int64_t c = first; c <= position; ++c) {
           const int32_t page = table[i * a.pages_per_row + c / a.page_size];
           const double weight = std::exp(weights[c - first] - top);
@@ -204,6 +215,101 @@ double run_linear(Isa isa, bool int8) {
   return worst;
 }
 
+// The same groups by weights in 4 bits, against a matmul by the same weights expanded, which must be the same.
+double run_mxfp4(Isa isa, bool narrow, const quire::Groups& groups, const Array& x, int64_t rows, int64_t inner,
+                 int64_t columns) {
+  const quire::Threads threads{3, run_on_threads};
+  const int64_t itemsize = narrow ? 2 : 4, panels = quire::num_panels(columns);
+  const int64_t blocks = quire::ceil_div(inner, quire::kMxfp4Block);
+  std::vector<uint8_t> codes(groups.count * panels * blocks * quire::kMxfp4Codes * quire::kPanel);
+  std::vector<uint8_t> scales(groups.count * panels * blocks * quire::kPanel);
+  for (uint8_t& code : codes) code = static_cast<uint8_t>(pick(0, 255));
+  for (uint8_t& scale : scales) scale = static_cast<uint8_t>(pick(110, 130));
+  Array weight(narrow, groups.count * inner * columns), out(narrow, rows * columns), want(narrow, rows * columns);
+  for (int64_t g = 0; g < groups.count; ++g)
+    for (int64_t k = 0; k < inner; ++k)
+      for (int64_t n = 0; n < columns; ++n) {
+        const int64_t panel = g * panels + n / quire::kPanel, lane = n % quire::kPanel;
+        const int byte = codes[(panel * blocks * quire::kMxfp4Codes + k / 2) * quire::kPanel + lane];
+        const int bits = k % 2 ? byte >> 4 : byte & 15;
+        const int scale = scales[(panel * blocks + k / quire::kMxfp4Block) * quire::kPanel + lane];
+        constexpr float kMagnitudes[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+        weight.set((g * inner + k) * columns + n, std::ldexp((bits & 8 ? -1 : 1) * kMagnitudes[bits & 7], scale - 127));
+      }
+  const int64_t bytes = panels * quire::num_lines(inner, itemsize) * quire::kLine;
+  std::unique_ptr<char[]> packed(new char[groups.count * bytes]);
+  for (int64_t g = 0; g < groups.count; ++g)
+    quire::pack({weight.bytes.get() + g * inner * columns * itemsize, itemsize, inner, columns, false},
+                packed.get() + g * bytes, threads);
+  quire::grouped_float(isa, {rows, inner, columns, packed.get(), want.bytes.get(), !narrow}, groups, x.bytes.get(),
+                       !narrow, threads);
+  quire::grouped_mxfp4(isa, {rows, inner, columns, nullptr, out.bytes.get(), !narrow}, groups, x.bytes.get(), !narrow,
+                       {codes.data(), scales.data()}, threads);
+  double worst = 0;
+  for (int64_t i = 0; i < out.size; ++i) worst = worse(worst, out.get(i) == want.get(i) ? 0 : 2);
+  return worst;
+}
+
+// A grouped matmul, each group against a loop; then in int8, each against a matmul of its own, which must be the same.
+// What belongs to empty groups, and rows behind the last, are NaN.
+double run_grouped(Isa isa, bool narrow) {
+  const int64_t count = pick(1, 6), inner = pick(1, 100), columns = pick(1, 50), behind = pick(0, 3);
+  std::vector<int32_t> counts(count);
+  int64_t total = 0;
+  for (int32_t& size : counts) total += size = static_cast<int32_t>(pick_of<int64_t>({0, 1, pick(0, 50)}));
+  const Ints sizes(counts);
+  const quire::Groups groups{count, sizes.data.get()};
+  const quire::Threads threads{3, run_on_threads};
+  const int64_t rows = total + behind, itemsize = narrow ? 2 : 4;
+  Array x(narrow, rows * inner), weight(narrow, count * inner * columns), out(narrow, rows * columns);
+  x.fill_normal();
+  weight.fill_normal();
+  out.fill(std::nanf(""));
+  for (int64_t i = total * inner; i < x.size; ++i) x.set(i, std::nanf(""));
+  std::vector<int8_t> whole(weight.size);
+  for (int8_t& value : whole) value = static_cast<int8_t>(pick(-127, 127));
+  std::vector<float> scale(count * columns);
+  for (float& s : scale) s = std::abs(std::normal_distribution<float>()(random_bits));
+  const auto panel_bytes = [&](int64_t size) { return quire::num_panels(columns) * quire::num_lines(inner, size) * quire::kLine; };
+  std::unique_ptr<char[]> packed(new char[count * panel_bytes(itemsize)]), packed8(new char[count * panel_bytes(1)]);
+  for (int64_t g = 0; g < count; ++g) {
+    for (int64_t i = 0; counts[g] == 0 && i < inner * columns; ++i) weight.set(g * inner * columns + i, std::nanf(""));
+    const char* from = weight.bytes.get() + g * inner * columns * itemsize;
+    quire::pack({from, itemsize, inner, columns, false}, packed.get() + g * panel_bytes(itemsize), threads);
+    quire::pack({whole.data() + g * inner * columns, 1, inner, columns, false}, packed8.get() + g * panel_bytes(1), threads);
+  }
+  const quire::Product product{rows, inner, columns, packed.get(), out.bytes.get(), !narrow};
+  quire::grouped_float(isa, product, groups, x.bytes.get(), !narrow, threads);
+  double worst = 0;
+  for (int64_t g = 0, row = 0; g < count; ++g) {
+    for (const int64_t end = row + counts[g]; row < end; ++row) {
+      for (int64_t n = 0; n < columns; ++n) {
+        double sum = 0, allowed = 1e-30;
+        for (int64_t k = 0; k < inner; ++k) {
+          const double term = x.get(row * inner + k) * weight.get((g * inner + k) * columns + n);
+          sum += term;
+          allowed += std::abs(term) * 2e-6;
+        }
+        const double got = out.get(row * columns + n);
+        worst = worse(worst, std::abs(got - sum) / (allowed + std::abs(got) * (narrow ? 0x1p-8 : 1e-6)));
+      }
+    }
+  }
+  for (int64_t i = total * columns; i < out.size; ++i) worst = worse(worst, std::abs(out.get(i)));
+
+  Array out8(false, rows * columns), alone(false, rows * columns);
+  quire::Product product8{rows, inner, columns, packed8.get(), out8.bytes.get(), true};
+  quire::grouped_int8(isa, product8, groups, x.bytes.get(), !narrow, scale.data(), threads);
+  for (int64_t g = 0, row = 0; g < count; row += counts[g++]) {
+    if (counts[g] == 0) continue;
+    const quire::Product one{counts[g], inner, columns, packed8.get() + g * panel_bytes(1), alone.bytes.get(), true};
+    quire::linear_int8(isa, one, x.bytes.get() + row * inner * itemsize, !narrow, scale.data() + g * columns, threads);
+    for (int64_t i = 0; i < counts[g] * columns; ++i)
+      worst = worse(worst, alone.get(i) == out8.get(row * columns + i) ? 0 : 2);
+  }
+  return worse(worst, run_mxfp4(isa, narrow, groups, x, rows, inner, columns));
+}
+
 // Rows of random logits, many of them equal: the share of rows whose draw is not among what sorting would keep.
 double run_draw(Isa isa) {
   const int64_t rows = pick(1, 4), vocab = pick(1, 700);
@@ -249,6 +355,21 @@ double run_draw(Isa isa) {
     wrong += !found || num_kept[row] < least || num_kept[row] > most;
   }
   return wrong / rows;
+}
+
+// Whether counters give the numbers that JAX gives them, to the last bit.
+bool run_uniform() {
+  const struct {
+    uint32_t seed[2];
+    int32_t index, position;
+    float expected;
+  } cases[] = {{{0, 0}, 0, 0, 0x1.2181580000000p-2f},
+               {{1, 2}, 3, 4, 0x1.8d40e00000000p-3f},
+               {{0xFFFFFFFF, 0x12345678}, 127, 0x7FFFFFFF, 0x1.8ef89c0000000p-1f},
+               {{0, 7}, 0x7FFFFFFF, 131072, 0x1.b852c00000000p-1f}};
+  bool good = true;
+  for (const auto& one : cases) good = good && quire::uniform_of(one.seed, one.index, one.position) == one.expected;
+  return good;
 }
 
 // Every output against a loop in double precision; the worst error, where 1 is what is allowed.
@@ -331,11 +452,14 @@ int main(int argc, char** argv) {
     };
     repeat("steps", run, "float32", "bfloat16");
     repeat("matmuls", run_linear, "bfloat16", "int8");
+    repeat("grouped matmuls", run_grouped, "float32", "bfloat16");
     repeat("times between", run_pointwise, "float32", "bfloat16");
     double wrong = 0;
     for (int step = 0; step < steps; ++step) wrong += run_draw(isa);
     std::printf("%-12s draw     %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
     good = good && wrong == 0;
   }
-  return good ? 0 : 1;
+  const bool is_uniform = run_uniform();
+  std::printf("uniform numbers are %s\n", is_uniform ? "JAX's" : "NOT those of JAX");
+  return good && is_uniform ? 0 : 1;
 }

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "attention.h"
 #include "draw.h"
@@ -13,10 +14,11 @@ namespace {
 
 using namespace quire_ffi;
 
-ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints destinations,
-                     Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages, ffi::AnyBuffer v_pages,
-                     ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k_pages,
-                     ffi::Result<ffi::AnyBuffer> new_v_pages, float scale, int64_t window, std::string_view isa_name) {
+ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints positions,
+                     Ints destinations, Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages,
+                     ffi::AnyBuffer v_pages, Floats sinks, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k_pages,
+                     ffi::Result<ffi::AnyBuffer> new_v_pages, float scale, float soft_cap, int64_t window,
+                     std::string_view isa_name) {
   const auto bad = [](std::string what) { return ffi::Error::InvalidArgument("quire_attention: " + what); };
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
@@ -45,6 +47,7 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     return bad("the query heads must be a multiple of the KV heads");
   if (a.page_size < 1 || window < 0) return bad("the page size must be positive and the window not negative");
   if (!(scale > 0)) return bad("the scale must be positive");
+  if (!(soft_cap >= 0)) return bad("the soft cap must not be negative");
   for (const auto* buffer : {&k, &v})
     if (!has_shape(*buffer, {a.num_tokens, a.num_kv_heads, a.head_dim})) return bad("k and v must be [T, K, H]");
   for (const auto* buffer : {&k_pages, &*new_k_pages})
@@ -54,21 +57,26 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
     if (!has_shape(*buffer, {a.num_pages, a.num_kv_heads, (a.page_size + pair - 1) / pair, a.head_dim, pair}))
       return bad("V pages must be [M, K, ceil(Z / pair), H, pair]");
   if (!has_shape(*out, {a.num_tokens, a.num_heads, a.head_dim})) return bad("the output must be [T, N, H]");
-  if (!has_shape(destinations, {a.num_tokens}) || !has_shape(kv_lens, {a.num_rows}) ||
-      !has_shape(cu_q_lens, {a.num_rows + 1}))
-    return bad("destinations must be [T], kv_lens [B], cu_q_lens [B + 1]");
+  if (!has_shape(positions, {a.num_tokens}) || !has_shape(destinations, {a.num_tokens}) ||
+      !has_shape(kv_lens, {a.num_rows}) || !has_shape(cu_q_lens, {a.num_rows + 1}))
+    return bad("positions and destinations must be [T], kv_lens [B], cu_q_lens [B + 1]");
+  const auto num_sinks = static_cast<int64_t>(sinks.element_count());
+  if (num_sinks != 0 && num_sinks != a.num_heads) return bad("there must be a sink for each query head, or none");
   if (new_k_pages->untyped_data() != k_pages.untyped_data() || new_v_pages->untyped_data() != v_pages.untyped_data())
     return bad("the pages must be updated in place");
 
   a.scale = scale;
+  a.soft_cap = soft_cap;
   a.window = window;
   a.q_TNH = q.untyped_data();
   a.k_TKH = k.untyped_data();
   a.v_TKH = v.untyped_data();
+  a.positions_T = positions.typed_data();
   a.destinations_T = destinations.typed_data();
   a.page_table_BP = page_table.typed_data();
   a.kv_lens_B = kv_lens.typed_data();
   a.cu_q_lens_B1 = cu_q_lens.typed_data();
+  a.sinks_N = num_sinks ? sinks.typed_data() : nullptr;
   a.k_pages = k_pages.untyped_data();
   a.v_pages = v_pages.untyped_data();
   a.out_TNH = out->untyped_data();
@@ -81,20 +89,29 @@ ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, f
 ffi::Error pack(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result<ffi::AnyBuffer> panels, bool transposed) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_pack: ") + what); };
   const auto type = matrix.element_type();
-  if ((type != ffi::BF16 && type != ffi::S8) || panels->element_type() != type)
-    return bad("the matrix must be bfloat16 or int8, and the panels of its type");
-  if (matrix.dimensions().size() != 2) return bad("the matrix must have 2 axes");
-  const int64_t itemsize = type == ffi::BF16 ? 2 : 1;
-  const int64_t inner = matrix.dimensions()[transposed], columns = matrix.dimensions()[!transposed];
-  if (!has_shape(*panels, {quire::num_panels(columns), quire::num_lines(inner, itemsize), quire::kPanel, 4 / itemsize}))
-    return bad("the panels must be [out / 16, lines, 16, values in 4 bytes]");
-  quire::pack({matrix.untyped_data(), itemsize, inner, columns, transposed}, panels->untyped_data(), threads_of(pool));
+  if ((type != ffi::F32 && type != ffi::BF16 && type != ffi::S8) || panels->element_type() != type)
+    return bad("the matrix must be float32, bfloat16 or int8, and the panels of its type");
+  auto dims = matrix.dimensions();
+  if (dims.size() != 2 && dims.size() != 3) return bad("the matrix must have 2 axes, and one more of experts");
+  const bool has_experts = dims.size() == 3;
+  const int64_t num_experts = has_experts ? dims[0] : 1, itemsize = type == ffi::F32 ? 4 : type == ffi::BF16 ? 2 : 1;
+  const int64_t inner = dims[has_experts + transposed], columns = dims[has_experts + !transposed];
+  const int64_t num_panels = quire::num_panels(columns), lines = quire::num_lines(inner, itemsize);
+  if (has_experts ? !has_shape(*panels, {num_experts, num_panels, lines, quire::kPanel, 4 / itemsize})
+                  : !has_shape(*panels, {num_panels, lines, quire::kPanel, 4 / itemsize}))
+    return bad("the panels must be [out / 16, lines, 16, values in 4 bytes], of each expert");
+  for (int64_t i = 0; i < num_experts; ++i) {
+    const char* from = static_cast<const char*>(matrix.untyped_data()) + i * inner * columns * itemsize;
+    char* to = static_cast<char*>(panels->untyped_data()) + i * num_panels * lines * quire::kLine;
+    quire::pack({from, itemsize, inner, columns, transposed}, to, threads_of(pool));
+  }
   return ffi::Error::Success();
 }
 
-// The sizes of a product from its buffers, checked; the packed weights must fit both.
+// The sizes of a product from its buffers, checked; the packed weights must fit both, and there must be one for each of
+// the groups, or one without any axis for it.
 ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& out, int64_t itemsize,
-                      quire::Product& product) {
+                      quire::Product& product, const Ints* group_sizes = nullptr) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_linear: ") + what); };
   if (x.dimensions().size() != 2 || out.dimensions().size() != 2 || x.dimensions()[0] != out.dimensions()[0])
     return bad("x must be [rows, in] and the output [rows, out]");
@@ -102,10 +119,25 @@ ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, con
     return bad("the output must be float32 or bfloat16");
   product = {x.dimensions()[0],     x.dimensions()[1],  out.dimensions()[1],
              panels.untyped_data(), out.untyped_data(), out.element_type() == ffi::F32};
-  if (panels.element_type() != (itemsize == 2 ? ffi::BF16 : ffi::S8) ||
-      !has_shape(panels, {quire::num_panels(product.columns), quire::num_lines(product.inner, itemsize), quire::kPanel,
-                          4 / itemsize}))
+  const int64_t num_panels = quire::num_panels(product.columns), lines = quire::num_lines(product.inner, itemsize);
+  const bool fits =
+      group_sizes ? has_shape(panels, {static_cast<int64_t>(group_sizes->element_count()), num_panels, lines,
+                                       quire::kPanel, 4 / itemsize})
+                  : has_shape(panels, {num_panels, lines, quire::kPanel, 4 / itemsize});
+  if (panels.element_type() != (itemsize == 4 ? ffi::F32 : itemsize == 2 ? ffi::BF16 : ffi::S8) || !fits)
     return bad("the weights are not packed for this input and output");
+  return ffi::Error::Success();
+}
+
+// The groups of so many rows. They are computed by the program, and checked here before anybody trusts them.
+ffi::Error groups_of(const Ints& sizes, int64_t rows, quire::Groups& groups) {
+  groups = {static_cast<int64_t>(sizes.element_count()), sizes.typed_data()};
+  int64_t sum = 0;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    if (groups.sizes[i] < 0) return ffi::Error::InvalidArgument("quire_grouped: a group's size is negative");
+    sum += groups.sizes[i];
+  }
+  if (sum > rows) return ffi::Error::InvalidArgument("quire_grouped: the groups have more rows than there are");
   return ffi::Error::Success();
 }
 
@@ -132,6 +164,61 @@ ffi::Error linear_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer pa
     return bad("there must be one float32 scale for each output");
   quire::linear_int8(isa, product, x.untyped_data(), x.element_type() == ffi::F32,
                      static_cast<const float*>(scale.untyped_data()), threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, Ints group_sizes,
+                   ffi::Result<ffi::AnyBuffer> out, std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  const bool float32 = x.element_type() == ffi::F32;
+  if (!float32 && x.element_type() != ffi::BF16)
+    return ffi::Error::InvalidArgument("quire_grouped: x must be float32 or bfloat16");
+  quire::Product product;
+  quire::Groups groups;
+  if (ffi::Error error = product_of(x, panels, *out, float32 ? 4 : 2, product, &group_sizes); error.failure()) return error;
+  if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
+  quire::grouped_float(isa, product, groups, x.untyped_data(), float32, threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, Floats scale, Ints group_sizes,
+                        ffi::Result<ffi::AnyBuffer> out, std::string_view isa_name) {
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16)
+    return ffi::Error::InvalidArgument("quire_grouped: x must be float32 or bfloat16");
+  quire::Product product;
+  quire::Groups groups;
+  if (ffi::Error error = product_of(x, panels, *out, 1, product, &group_sizes); error.failure()) return error;
+  if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
+  if (!has_shape(scale, {groups.count, product.columns}))
+    return ffi::Error::InvalidArgument("quire_grouped: there must be one scale for each output of each group");
+  quire::grouped_int8(isa, product, groups, x.untyped_data(), x.element_type() == ffi::F32, scale.typed_data(),
+                      threads_of(pool));
+  return ffi::Error::Success();
+}
+
+ffi::Error grouped_mxfp4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::U8> scales,
+                         Ints group_sizes, ffi::Result<ffi::AnyBuffer> out, std::string_view isa_name) {
+  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_grouped: ") + what); };
+  quire::Isa isa;
+  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
+  const bool float32 = x.element_type() == ffi::F32;
+  if ((!float32 && x.element_type() != ffi::BF16) || out->element_type() != x.element_type())
+    return bad("x must be float32 or bfloat16, and the output of its type");
+  if (x.dimensions().size() != 2 || out->dimensions().size() != 2 || x.dimensions()[0] != out->dimensions()[0])
+    return bad("x must be [rows, in] and the output [rows, out]");
+  const quire::Product product{x.dimensions()[0], x.dimensions()[1], out->dimensions()[1], nullptr, out->untyped_data(), float32};
+  quire::Groups groups;
+  if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
+  const int64_t num_panels = quire::num_panels(product.columns);
+  const int64_t num_blocks = quire::ceil_div(product.inner, quire::kMxfp4Block);
+  if (!has_shape(codes, {groups.count, num_panels, num_blocks * quire::kMxfp4Codes, quire::kPanel}) ||
+      !has_shape(scales, {groups.count, num_panels, num_blocks, quire::kPanel}))
+    return bad("codes must be [groups, out / 16, in / 2, 16], and scales [groups, out / 16, in / 32, 16]");
+  quire::grouped_mxfp4(isa, product, groups, x.untyped_data(), float32, {codes.typed_data(), scales.typed_data()},
+                       threads_of(pool));
   return ffi::Error::Success();
 }
 
@@ -223,20 +310,24 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats s
 // -- sampling -----------------------------------------------------------------------------------------------------
 
 ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats inv_temperature, Ints top_k, Floats top_p, Floats min_p,
-                Floats uniform, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
+                Words seed, Ints index, Ints position, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
                 ffi::Result<Floats> mass, std::string_view isa_name) {
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
   if (logits.dimensions().size() != 2 || logits.dimensions()[1] < 1)
     return ffi::Error::InvalidArgument("quire_draw: logits must be [S, V]");
   const int64_t rows = logits.dimensions()[0];
-  bool fits = has_shape(top_k, {rows}) && has_shape(*token, {rows}) && has_shape(*num_kept, {rows});
-  for (const Floats* buffer : {&inv_temperature, &top_p, &min_p, &uniform, &*peak, &*mass})
+  bool fits = has_shape(seed, {rows, 2});
+  for (const Ints* buffer : {&top_k, &index, &position, &*token, &*num_kept}) fits = fits && has_shape(*buffer, {rows});
+  for (const Floats* buffer : {&inv_temperature, &top_p, &min_p, &*peak, &*mass})
     fits = fits && has_shape(*buffer, {rows});
-  if (!fits) return ffi::Error::InvalidArgument("quire_draw: everything but the logits must be one for each row");
+  if (!fits) return ffi::Error::InvalidArgument("quire_draw: a row has a seed of two words, and one of everything else");
+  std::vector<float> uniform(rows);
+  for (int64_t row = 0; row < rows; ++row)
+    uniform[row] = quire::uniform_of(seed.typed_data() + 2 * row, index.typed_data()[row], position.typed_data()[row]);
   quire::draw(isa,
               {rows, logits.dimensions()[1], logits.typed_data(), inv_temperature.typed_data(), top_k.typed_data(),
-               top_p.typed_data(), min_p.typed_data(), uniform.typed_data(), token->typed_data(), peak->typed_data(),
+               top_p.typed_data(), min_p.typed_data(), uniform.data(), token->typed_data(), peak->typed_data(),
                num_kept->typed_data(), mass->typed_data()},
               threads_of(pool));
   return ffi::Error::Success();
@@ -253,16 +344,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_attention, attention,
                                   .Arg<ffi::AnyBuffer>()  // q
                                   .Arg<ffi::AnyBuffer>()  // k
                                   .Arg<ffi::AnyBuffer>()  // v
+                                  .Arg<Ints>()            // positions
                                   .Arg<Ints>()            // destinations
                                   .Arg<Ints>()            // page table
                                   .Arg<Ints>()            // kv_lens
                                   .Arg<Ints>()            // cu_q_lens
                                   .Arg<ffi::AnyBuffer>()  // K pages
                                   .Arg<ffi::AnyBuffer>()  // V pages
+                                  .Arg<Floats>()          // sinks
                                   .Ret<ffi::AnyBuffer>()  // output
                                   .Ret<ffi::AnyBuffer>()  // K pages
                                   .Ret<ffi::AnyBuffer>()  // V pages
                                   .Attr<float>("scale")
+                                  .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Attr<std::string_view>("isa"));
 
@@ -288,6 +382,35 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_linear_int8, linear_int8,
                                   .Arg<ffi::AnyBuffer>()  // panels
                                   .Arg<ffi::AnyBuffer>()  // scale
                                   .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_grouped, grouped,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // panels
+                                  .Arg<Ints>()            // group sizes
+                                  .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_grouped_int8, grouped_int8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()  // x
+                                  .Arg<ffi::AnyBuffer>()  // panels
+                                  .Arg<Floats>()          // scale
+                                  .Arg<Ints>()            // group sizes
+                                  .Ret<ffi::AnyBuffer>()  // output
+                                  .Attr<std::string_view>("isa"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_grouped_mxfp4, grouped_mxfp4,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()        // x
+                                  .Arg<ffi::Buffer<ffi::U8>>()  // codes
+                                  .Arg<ffi::Buffer<ffi::U8>>()  // scales
+                                  .Arg<Ints>()                  // group sizes
+                                  .Ret<ffi::AnyBuffer>()        // output
                                   .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_add_norm, add_norm,
@@ -327,7 +450,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
                                   .Arg<Ints>()    // top_k
                                   .Arg<Floats>()  // top_p
                                   .Arg<Floats>()  // min_p
-                                  .Arg<Floats>()  // uniform
+                                  .Arg<Words>()   // seed
+                                  .Arg<Ints>()    // index
+                                  .Arg<Ints>()    // position
                                   .Ret<Ints>()    // token
                                   .Ret<Floats>()  // peak
                                   .Ret<Ints>()    // num_kept

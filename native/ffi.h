@@ -70,6 +70,7 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
 }
 
 using Ints = ffi::Buffer<ffi::S32>;
+using Words = ffi::Buffer<ffi::U32>;
 using Floats = ffi::Buffer<ffi::F32>;
 
 }  // namespace quire_ffi

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <vector>
 
 #include "linear_piece.h"
 
@@ -22,17 +23,18 @@ class Scratch {
   char* data_;
 };
 
-RunPiece choose(Isa isa, bool int8) {
+// By the bytes of a weight.
+RunPiece choose(Isa isa, int64_t itemsize) {
 #if QUIRE_X86
-  constexpr RunPiece kPieces[kNumIsas][2] = {{plain_bf16, plain_int8},
-                                             {avx2_bf16, avx2_int8},
-                                             {avx512_bf16, avx512_int8},
-                                             {dot_bf16, dot_int8},
-                                             {amx_bf16, amx_int8}};
-  return kPieces[static_cast<int>(isa)][int8];
+  constexpr RunPiece kPieces[kNumIsas][3] = {{plain_int8, plain_bf16, plain_f32},
+                                             {avx2_int8, avx2_bf16, avx2_f32},
+                                             {avx512_int8, avx512_bf16, avx512_f32},
+                                             {dot_int8, dot_bf16, avx512_f32},
+                                             {amx_int8, amx_bf16, avx512_f32}};
+  return kPieces[static_cast<int>(isa)][itemsize / 2];
 #else
   (void)isa;
-  return int8 ? plain_int8 : plain_bf16;
+  return itemsize == 1 ? plain_int8 : itemsize == 2 ? plain_bf16 : plain_f32;
 #endif
 }
 
@@ -43,37 +45,179 @@ constexpr int64_t kAlone = 64 << 10;
 // Rows of x that stay in a core's second cache while panel after panel passes over them.
 constexpr int64_t kRowBytes = 768 << 10;
 
-void run_pieces(RunPiece run_piece, ProductPiece whole, const Threads& threads) {
-  const Product& product = *whole.product;
-  const int64_t panels = num_panels(product.columns);
-  const int64_t row_bytes = whole.x_stride();
-  const int64_t rows_at_once = std::max<int64_t>(64, kRowBytes / row_bytes / 32 * 32);
-  const int64_t num_rows = whole.end_row, row_tasks = (num_rows + rows_at_once - 1) / rows_at_once;
-  int64_t panels_at_once = num_rows <= 64 ? 4 : 2;
-  if (panels * whole.lines * kLine * num_rows < kAlone) panels_at_once = panels;
-  const int64_t panel_tasks = (panels + panels_at_once - 1) / panels_at_once;
-  const auto piece_of = [&](int64_t index) {
+// One product, or one group's part of a grouped one: some rows by all panels, cut into pieces.
+struct Part {
+  RunPiece run;
+  ProductPiece whole;
+  ExpandPanels expand;
+  int64_t rows_at_once, panels_at_once, row_tasks, panel_tasks;
+
+  Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr) : run(run), whole(piece), expand(expand) {
+    const int64_t panels = num_panels(piece.product->columns), num_rows = piece.end_row - piece.first_row;
+    rows_at_once = std::max<int64_t>(64, kRowBytes / piece.x_stride() / 32 * 32);
+    panels_at_once = num_rows <= 64 ? 4 : 2;
+    if (panels * piece.lines * kLine * num_rows < kAlone) panels_at_once = panels;
+    row_tasks = ceil_div(num_rows, rows_at_once);
+    panel_tasks = ceil_div(panels, panels_at_once);
+  }
+
+  int64_t num_tasks() const { return row_tasks * panel_tasks; }
+
+  ProductPiece piece(int64_t index) const {
     ProductPiece piece = whole;
-    const int64_t rows = index / panel_tasks, columns = index % panel_tasks;
-    piece.first_row = rows * rows_at_once;
-    piece.end_row = std::min(num_rows, piece.first_row + rows_at_once);
-    piece.first_panel = columns * panels_at_once;
-    piece.end_panel = std::min(panels, piece.first_panel + panels_at_once);
+    piece.first_row += index / panel_tasks * rows_at_once;
+    piece.end_row = std::min(whole.end_row, piece.first_row + rows_at_once);
+    piece.first_panel = index % panel_tasks * panels_at_once;
+    piece.end_panel = std::min(num_panels(whole.product->columns), piece.first_panel + panels_at_once);
     return piece;
+  }
+};
+
+// Panels stay in the thread's second cache between the two.
+void run_expanded(const Part& part, ProductPiece piece) {
+  static thread_local std::vector<char> memory;
+  const int64_t panel_bytes = piece.lines * kLine, bytes = (piece.end_panel - piece.first_panel) * panel_bytes + kLine;
+  if (static_cast<int64_t>(memory.size()) < bytes) memory.resize(bytes);
+  char* panels = memory.data() + (-reinterpret_cast<intptr_t>(memory.data()) & (kLine - 1));
+  part.expand(piece, panels);
+  Product product = *piece.product;
+  product.packed = panels;
+  piece.panels_before = piece.first_panel;
+  piece.product = &product;
+  part.run(piece);
+}
+
+void run_parts(const std::vector<Part>& parts, const Threads& threads) {
+  std::vector<int64_t> ends;  // of each part's tasks
+  for (const Part& part : parts) ends.push_back((ends.empty() ? 0 : ends.back()) + part.num_tasks());
+  if (ends.empty()) return;
+  const auto part_of = [&](int64_t task) { return std::upper_bound(ends.begin(), ends.end(), task) - ends.begin(); };
+  const auto piece_of = [&](int64_t task) {
+    const int64_t part = part_of(task);
+    return parts[part].piece(task - (ends[part] - parts[part].num_tasks()));
   };
-  const int64_t num_pieces = row_tasks * panel_tasks;
-  run_ahead(threads, num_pieces, [&](int64_t now, int64_t next) {
+  run_ahead(threads, ends.back(), [&](int64_t now, int64_t next) {
     ProductPiece piece = piece_of(now);
-    if (next < num_pieces) {
-      const ProductPiece following = piece_of(next);
-      piece.next_panel = following.first_panel;
-      piece.next_end_panel = following.end_panel;
+    const Part& part = parts[part_of(now)];
+    if (part.expand) {
+      run_expanded(part, piece);
+      return;
     }
-    run_piece(piece);
+    if (next < ends.back()) {
+      const ProductPiece following = piece_of(next);
+      piece.next = following.panel(following.first_panel);
+      piece.next_end = following.panel(following.end_panel);
+    }
+    part.run(piece);
   });
 }
 
+// -- what is multiplied ---------------------------------------------------------------------------------------------
+
+// Rows of x whose inner dimension is padded with zeros, copied only where it has to be.
+class PaddedRows {
+ public:
+  PaddedRows(const void* x, int64_t rows, int64_t inner, int64_t itemsize)
+      : data_(static_cast<const char*>(x)), copy_(padded_inner(inner, itemsize) == inner ? 0 : rows * padded_inner(inner, itemsize) * itemsize) {
+    const int64_t bytes = inner * itemsize, padded = padded_inner(inner, itemsize) * itemsize;
+    if (padded == bytes) return;
+    for (int64_t row = 0; row < rows; ++row) {
+      std::memcpy(copy_.data() + row * padded, data_ + row * bytes, bytes);
+      std::memset(copy_.data() + row * padded + bytes, 0, padded - bytes);
+    }
+    data_ = copy_.data();
+  }
+  const char* data() const { return data_; }
+
+ private:
+  const char* data_;
+  Scratch copy_;
+};
+
 constexpr int64_t kValuesAtOnce = 32 << 10;  // of activations, quantised by one task
+
+// Rows of x as int8.
+class Int8Rows {
+ public:
+  Int8Rows(Isa isa, const Product& product, const void* x, bool x_float32, int64_t rows, const Threads& threads)
+      : padded_(padded_inner(product.inner, sizeof(int8_t))),
+        values_(kTerms * rows * padded_),
+        scales_(kTerms * rows * sizeof(float)) {
+    const Activations activations{x, x_float32, product.inner, padded_, reinterpret_cast<int8_t*>(values_.data()), scale()};
+    const int64_t rows_at_once = std::max<int64_t>(1, kValuesAtOnce / padded_);
+    threads.run(ceil_div(rows, rows_at_once), [&](int64_t task) {
+      quantize(isa, activations, task * rows_at_once, std::min(rows, (task + 1) * rows_at_once));
+    });
+  }
+
+  ProductPiece piece(const Product& product, const float* column_scale) const {
+    return {values_.data(), padded_ / 4, 0, kTerms * product.rows, 0, 0, nullptr, nullptr, &product, scale(), column_scale};
+  }
+
+ private:
+  float* scale() const { return reinterpret_cast<float*>(scales_.data()); }
+
+  int64_t padded_;
+  Scratch values_, scales_;
+};
+
+// A tile of one token is nearly empty. (Sums of integers are the same in any order; those of bfloat16 would not be.)
+Part int8_part(Isa isa, const ProductPiece& whole) {
+  const bool one = whole.end_row - whole.first_row == kTerms;
+  return Part(choose(one ? std::min(isa, Isa::kAvx512Bf16) : isa, sizeof(int8_t)), whole);
+}
+
+ProductPiece piece_of(const Product& product, const char* x, int64_t itemsize) {
+  const int64_t lines = num_lines(product.inner, itemsize);
+  return {x, lines, 0, product.rows, 0, 0, nullptr, nullptr, &product, nullptr, nullptr};
+}
+
+// The rows of one group, and the product with its own weights.
+struct Group {
+  int64_t index, first_row, end_row;
+  Product product;
+};
+
+// Those that have any rows. `itemsize` is that of packed weights, 0 where there are none.
+std::vector<Group> each_group(const Product& product, const Groups& groups, int64_t itemsize) {
+  const int64_t bytes = itemsize ? num_panels(product.columns) * num_lines(product.inner, itemsize) * kLine : 0;
+  std::vector<Group> found;
+  for (int64_t i = 0, row = 0; i < groups.count; row += groups.sizes[i++]) {
+    if (groups.sizes[i] == 0) continue;
+    found.push_back({i, row, row + groups.sizes[i], product});
+    found.back().product.packed = static_cast<const char*>(product.packed) + i * bytes;
+  }
+  return found;
+}
+
+int64_t num_rows(const std::vector<Group>& groups) { return groups.empty() ? 0 : groups.back().end_row; }
+
+void clear_behind(const Product& product, int64_t first_row) {
+  const int64_t bytes = product.columns * (product.out_float32 ? sizeof(float) : sizeof(uint16_t));
+  std::memset(static_cast<char*>(product.out) + first_row * bytes, 0, (product.rows - first_row) * bytes);
+}
+
+// By packed weights of the type of x, or by those in 4 bits if there are any.
+void run_groups(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32, const Mxfp4* mxfp4,
+                const Threads& threads) {
+  const int64_t itemsize = float32 ? sizeof(float) : sizeof(uint16_t);
+  const int64_t num_blocks = num_panels(product.columns) * ceil_div(product.inner, kMxfp4Block);
+  const std::vector<Group> all = each_group(product, groups, mxfp4 ? 0 : itemsize);
+  const PaddedRows rows(x, num_rows(all), product.inner, itemsize);
+  std::vector<Part> parts;
+  for (const Group& group : all) {
+    ProductPiece whole = piece_of(group.product, rows.data(), itemsize);
+    whole.first_row = group.first_row;
+    whole.end_row = group.end_row;
+    if (mxfp4) {
+      whole.codes = mxfp4->codes + group.index * num_blocks * kMxfp4Codes * kPanel;
+      whole.scales = mxfp4->scales + group.index * num_blocks * kPanel;
+    }
+    parts.emplace_back(choose(isa, itemsize), whole, mxfp4 ? mxfp4_expansion(isa, float32) : nullptr);
+  }
+  run_parts(parts, threads);
+  clear_behind(product, num_rows(all));
+}
 
 }  // namespace
 
@@ -96,36 +240,40 @@ void pack(const Matrix& matrix, void* packed, const Threads& threads) {
 }
 
 void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads) {
-  const int64_t padded = padded_inner(product.inner, sizeof(uint16_t));
-  const char* rows = reinterpret_cast<const char*>(x);
-  const bool copy = padded != product.inner;
-  Scratch scratch(copy ? product.rows * padded * sizeof(uint16_t) : 0);
-  if (copy) {
-    for (int64_t row = 0; row < product.rows; ++row) {
-      uint16_t* to = reinterpret_cast<uint16_t*>(scratch.data()) + row * padded;
-      std::memcpy(to, x + row * product.inner, product.inner * sizeof(uint16_t));
-      std::memset(to + product.inner, 0, (padded - product.inner) * sizeof(uint16_t));
-    }
-    rows = scratch.data();
-  }
-  const ProductPiece whole{rows, padded / 2, 0, product.rows, 0, 0, 0, 0, &product, nullptr, nullptr};
-  run_pieces(choose(isa, false), whole, threads);
+  const PaddedRows rows(x, product.rows, product.inner, sizeof(uint16_t));
+  const ProductPiece whole = piece_of(product, rows.data(), sizeof(uint16_t));
+  run_parts({Part(choose(isa, sizeof(uint16_t)), whole)}, threads);
 }
 
 void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
                  const Threads& threads) {
-  const int64_t padded = padded_inner(product.inner, sizeof(int8_t));
-  Scratch scratch(kTerms * product.rows * padded), scales(kTerms * product.rows * sizeof(float));
-  float* row_scale = reinterpret_cast<float*>(scales.data());
-  const Activations activations{x, x_float32, product.inner, padded, reinterpret_cast<int8_t*>(scratch.data()), row_scale};
-  const int64_t rows_at_once = std::max<int64_t>(1, kValuesAtOnce / padded);
-  threads.run((product.rows + rows_at_once - 1) / rows_at_once, [&](int64_t task) {
-    quantize(isa, activations, task * rows_at_once, std::min(product.rows, (task + 1) * rows_at_once));
-  });
-  const ProductPiece whole{scratch.data(), padded / 4, 0, kTerms * product.rows, 0, 0, 0, 0, &product, row_scale, column_scale};
-  // A tile of one token is nearly empty. (Sums of integers are the same in any order; those of bfloat16 would not be.)
-  if (isa == Isa::kAmx && product.rows == 1) isa = Isa::kAvx512Bf16;
-  run_pieces(choose(isa, true), whole, threads);
+  const Int8Rows rows(isa, product, x, x_float32, product.rows, threads);
+  run_parts({int8_part(isa, rows.piece(product, column_scale))}, threads);
+}
+
+void grouped_float(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32,
+                   const Threads& threads) {
+  run_groups(isa, product, groups, x, float32, nullptr, threads);
+}
+
+void grouped_mxfp4(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32,
+                   const Mxfp4& weights, const Threads& threads) {
+  run_groups(isa, product, groups, x, float32, &weights, threads);
+}
+
+void grouped_int8(Isa isa, const Product& product, const Groups& groups, const void* x, bool x_float32,
+                  const float* column_scale, const Threads& threads) {
+  const std::vector<Group> all = each_group(product, groups, sizeof(int8_t));
+  const Int8Rows rows(isa, product, x, x_float32, num_rows(all), threads);
+  std::vector<Part> parts;
+  for (const Group& group : all) {
+    ProductPiece whole = rows.piece(group.product, column_scale + group.index * product.columns);
+    whole.first_row = kTerms * group.first_row;
+    whole.end_row = kTerms * group.end_row;
+    parts.push_back(int8_part(isa, whole));
+  }
+  run_parts(parts, threads);
+  clear_behind(product, num_rows(all));
 }
 
 }  // namespace quire

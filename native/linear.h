@@ -2,12 +2,14 @@
 //
 //   out[M, N] = x[M, K] * weight[K, N]
 //
+// Grouped products have several weights, each for the rows next to each other that are its group; those in float32, too.
+//
 // Knows no XLA and no JAX: pointers, sizes, and a way to run tasks on threads.
 //
 // The packed layout is panels of 16 columns. Inside a panel the inner dimension goes in groups of as many values as fill
-// four bytes (2 of bfloat16, 4 of int8), so that one 64-byte line holds one group of each of the 16 columns:
+// four bytes (1 of float32, 2 of bfloat16, 4 of int8), so that one 64-byte line holds one group of each of the 16 columns:
 //
-//   bfloat16  [N/16, K/2, 16, 2]        int8  [N/16, K/4, 16, 4]
+//   float32  [N/16, K, 16, 1]        bfloat16  [N/16, K/2, 16, 2]        int8  [N/16, K/4, 16, 4]
 //
 // That line is the operand of a dot-product instruction, and 16 of them are a tile of AMX. Columns are padded to 16 and
 // the inner dimension to 64 bytes, both with zeros. A row's result does not depend on how many rows there are: every
@@ -27,7 +29,7 @@ inline int64_t padded_inner(int64_t inner, int64_t itemsize) { return round_up(i
 inline int64_t num_lines(int64_t inner, int64_t itemsize) { return padded_inner(inner, itemsize) * itemsize / 4; }
 inline int64_t num_panels(int64_t columns) { return round_up(columns, kPanel) / kPanel; }
 
-// A matrix of values of 1 or 2 bytes, [inner, columns] or transposed.
+// A matrix of values of 1, 2 or 4 bytes, [inner, columns] or transposed.
 struct Matrix {
   const void* data;
   int64_t itemsize, inner, columns;
@@ -52,6 +54,37 @@ void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threa
 // out[m, n] is the sum over both terms of float(sum_k q[m, k] * w[k, n]) * (row_scale[m] * column_scale[n]).
 void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
                  const Threads& threads);
+
+// The rows of a grouped product: sizes[0] for the first weight, then sizes[1] for the second, and so on. None is negative,
+// and together they are at most the product's rows; what is behind them becomes zeros and costs nothing.
+struct Groups {
+  int64_t count;
+  const int32_t* sizes;
+};
+
+// As above, but product.packed is the weights of all groups, one after the other.
+void grouped_float(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32,
+                   const Threads& threads);
+
+// column_scale is [groups, columns].
+void grouped_int8(Isa isa, const Product& product, const Groups& groups, const void* x, bool x_float32,
+                  const float* column_scale, const Threads& threads);
+
+// MXFP4: 4 bits a weight, and 32 of them along the inner dimension share a power of two. Of each group, as the rest is:
+//
+//   codes   [N/16, K/2, 16]   two weights next to each other along the inner dimension in a byte, the first in the low bits
+//   scales  [N/16, K/32, 16]  exponents, 127 more than they are
+//
+// with K and N padded to 32 and 16.
+constexpr int64_t kMxfp4Block = 32, kMxfp4Codes = kMxfp4Block / 2;
+
+struct Mxfp4 {
+  const uint8_t *codes, *scales;
+};
+
+// Expands a few panels at a time to the type of x. product.packed is not read.
+void grouped_mxfp4(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32,
+                   const Mxfp4& weights, const Threads& threads);
 
 // An activation is so many int8 numbers.
 constexpr int64_t kTerms = 2;

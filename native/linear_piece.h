@@ -17,13 +17,15 @@ struct ProductPiece {
   int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
   int64_t first_row, end_row;
   int64_t first_panel, end_panel;
-  int64_t next_panel, next_end_panel;  // of the piece that this thread has next; equal if none
+  const char *next, *next_end;  // the panels of the piece that this thread has next; equal if none
   const Product* product;
   const float* row_scale;     // int8 only
   const float* column_scale;  // int8 only
+  const uint8_t *codes = nullptr, *scales = nullptr;  // MXFP4 only, of this group
+  int64_t panels_before = 0;  // in the product, of the first that is in memory
 
   int64_t x_stride() const { return lines * 4; }
-  const char* panel(int64_t i) const { return static_cast<const char*>(product->packed) + i * lines * kLine; }
+  const char* panel(int64_t i) const { return static_cast<const char*>(product->packed) + (i - panels_before) * lines * kLine; }
   int64_t columns_of(int64_t panel_index) const {
     return std::min(kPanel, product->columns - panel_index * kPanel);
   }
@@ -42,12 +44,19 @@ inline void store_row(const ProductPiece& piece, int64_t row, int64_t panel, con
 
 using RunPiece = void (*)(const ProductPiece&);
 
+// Makes the piece's panels, float32 or bfloat16, of its codes.
+using ExpandPanels = void (*)(const ProductPiece&, char* panels);
+ExpandPanels mxfp4_expansion(Isa isa, bool float32);
+
 // One for each instruction set, in linear_widened.cc and linear_x86.cc.
+void plain_f32(const ProductPiece& piece);
 void plain_bf16(const ProductPiece& piece);
 void plain_int8(const ProductPiece& piece);
 #if QUIRE_X86
+void avx2_f32(const ProductPiece& piece);
 void avx2_bf16(const ProductPiece& piece);
 void avx2_int8(const ProductPiece& piece);
+void avx512_f32(const ProductPiece& piece);
 void avx512_bf16(const ProductPiece& piece);
 void avx512_int8(const ProductPiece& piece);
 void dot_bf16(const ProductPiece& piece);

@@ -8,6 +8,31 @@ namespace quire {
 namespace {
 
 template <int kRows>
+QUIRE_INLINE void store_rows(const ProductPiece& piece, int64_t row, int64_t panel, const Floats (&sums)[kRows]) {
+  for (int r = 0; r < kRows; ++r) {
+    float values[kPanel];
+    std::memcpy(values, &sums[r], sizeof(values));
+    store_row(piece, row + r, panel, values);
+  }
+}
+
+template <int kRows>
+QUIRE_INLINE void f32_rows(const ProductPiece& piece, int64_t row, int64_t panel) {
+  const char* weights = piece.panel(panel);
+  Floats sums[kRows] = {};
+  for (int64_t line = 0; line < piece.lines; ++line) {
+    Floats values;
+    std::memcpy(&values, weights + line * kLine, sizeof(values));
+    for (int r = 0; r < kRows; ++r) {
+      float one;
+      std::memcpy(&one, piece.x + (row + r) * piece.x_stride() + line * 4, sizeof(one));
+      sums[r] += values * one;
+    }
+  }
+  store_rows(piece, row, panel, sums);
+}
+
+template <int kRows>
 QUIRE_INLINE void widened_bf16_rows(const ProductPiece& piece, int64_t row, int64_t panel) {
   const char* weights = piece.panel(panel);
   Floats sums[kRows] = {};
@@ -25,11 +50,7 @@ QUIRE_INLINE void widened_bf16_rows(const ProductPiece& piece, int64_t row, int6
       sums[r] += odd * to_float(Bf16{static_cast<uint16_t>(two >> 16)});
     }
   }
-  for (int r = 0; r < kRows; ++r) {
-    float values[kPanel];
-    std::memcpy(values, &sums[r], sizeof(values));
-    store_row(piece, row + r, panel, values);
-  }
+  store_rows(piece, row, panel, sums);
 }
 
 template <int kRows>
@@ -59,30 +80,37 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
   }
 }
 
-template <bool kInt8>
+template <int kRows, int kItemsize>
+QUIRE_INLINE void rows_of(const ProductPiece& piece, int64_t row, int64_t panel) {
+  if constexpr (kItemsize == 4) f32_rows<kRows>(piece, row, panel);
+  if constexpr (kItemsize == 2) widened_bf16_rows<kRows>(piece, row, panel);
+  if constexpr (kItemsize == 1) widened_int8_rows<kRows>(piece, row, panel);
+}
+
+template <int kItemsize>
 QUIRE_INLINE void widened(const ProductPiece& piece) {
+  constexpr int kStep = kItemsize == 1 ? kTerms : 1;
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
     int64_t row = piece.first_row;
-    for (; row + 4 <= piece.end_row; row += 4) {
-      kInt8 ? widened_int8_rows<4>(piece, row, panel) : widened_bf16_rows<4>(piece, row, panel);
-    }
-    for (constexpr int kStep = kInt8 ? kTerms : 1; row < piece.end_row; row += kStep) {
-      kInt8 ? widened_int8_rows<kTerms>(piece, row, panel) : widened_bf16_rows<1>(piece, row, panel);
-    }
+    for (; row + 4 <= piece.end_row; row += 4) rows_of<4, kItemsize>(piece, row, panel);
+    for (; row < piece.end_row; row += kStep) rows_of<kStep, kItemsize>(piece, row, panel);
   }
 }
 
 }  // namespace
 
-void plain_bf16(const ProductPiece& piece) { widened<false>(piece); }
-void plain_int8(const ProductPiece& piece) { widened<true>(piece); }
+void plain_f32(const ProductPiece& piece) { widened<4>(piece); }
+void plain_bf16(const ProductPiece& piece) { widened<2>(piece); }
+void plain_int8(const ProductPiece& piece) { widened<1>(piece); }
 
 #if QUIRE_X86
 
-__attribute__((target("avx2,fma"))) void avx2_bf16(const ProductPiece& piece) { widened<false>(piece); }
-__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened<true>(piece); }
-__attribute__((target("avx512f"))) void avx512_bf16(const ProductPiece& piece) { widened<false>(piece); }
-__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened<true>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_f32(const ProductPiece& piece) { widened<4>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_bf16(const ProductPiece& piece) { widened<2>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened<1>(piece); }
+__attribute__((target("avx512f"))) void avx512_f32(const ProductPiece& piece) { widened<4>(piece); }
+__attribute__((target("avx512f"))) void avx512_bf16(const ProductPiece& piece) { widened<2>(piece); }
+__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened<1>(piece); }
 
 #endif
 

@@ -218,9 +218,8 @@ struct Ahead {
 };
 
 QUIRE_INLINE Ahead ahead_of(const ProductPiece& piece, int64_t num_steps) {
-  const int64_t lines = (piece.next_end_panel - piece.next_panel) * piece.lines;
-  const char* start = piece.panel(piece.next_panel);
-  return {start, start + lines * kLine, (lines + num_steps - 1) / num_steps};
+  const int64_t lines = (piece.next_end - piece.next) / kLine;
+  return {piece.next, piece.next_end, (lines + num_steps - 1) / num_steps};
 }
 
 // Few rows: memory is the limit, and each panel is fetched a little ahead of itself.

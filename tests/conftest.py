@@ -1,5 +1,6 @@
 """The strict runtime every test runs in, and what tests share."""
 
+import math
 import os
 import signal
 import subprocess
@@ -9,18 +10,21 @@ from pathlib import Path
 
 import pytest
 
+# Before anything imports them: else `python -O` drops their checks.
+pytest.register_assert_rewrite("tests.server.attack", "tests.server.process")
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 if threading.current_thread() is threading.main_thread():
     # A shell starts what it runs in the background with Ctrl-C ignored, and all that is started from there inherits it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # JAX writes its cache of programs without a lock: another worker could read half of one.
-    os.environ["XDG_CACHE_HOME"] = str(ROOT / ".cache" / f"tests-{worker}")
+# Compiled programs are kept for the next test. JAX writes them without a lock: another worker could read half of one.
+# Its lock, which comes with a limit of size, reads the whole folder at every write.
+os.environ["XDG_CACHE_HOME"] = str(ROOT / ".cache" / f"tests-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}")
 
 import jax  # noqa: E402
 
@@ -28,6 +32,14 @@ from tests import thorough  # noqa: E402, F401 - a profile of Hypothesis
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_grammars() -> None:
+    """No form fails for its time: a collection of garbage takes longer than a mask may, and counts as its time."""
+    from quire.structured import matcher
+
+    matcher._GRACE_SECONDS = math.inf
 
 
 @pytest.fixture(scope="session")
@@ -41,14 +53,20 @@ def smollm2_gguf() -> Path:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of the server wait for processes, and some measure: they have the machine for themselves."""
+    """Mark the tests of the server, which share one server process where they can."""
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "server"):
-            item.add_marker("alone")
+            item.add_marker("server")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak-seconds", type=float, default=60.0, help="how long the streams of test_soak run")
+    parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the streams of test_soak run")
+    parser.addoption("--operations", type=int, default=20_000, help="of the random histories of test_histories")
+
+
+@pytest.fixture
+def num_operations(request: pytest.FixtureRequest) -> int:
+    return request.config.getoption("--operations")
 
 
 @pytest.fixture

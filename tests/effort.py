@@ -9,10 +9,11 @@ from tests.thorough import THOROUGH
 ISAS = native.instruction_sets()
 
 
-def examples(count: int) -> settings:
-    """So many of Hypothesis's examples in CI, a third of them daily: for tests that compile for each."""
+def examples(count: int, daily: int | None = None) -> settings:
+    """So many of Hypothesis's examples in CI, by default a third of them daily: for tests that compile for each."""
     is_thorough = settings.get_current_profile_name() == THOROUGH
-    return settings(max_examples=count if is_thorough else count // 3, deadline=None)
+    few = count // 3 if daily is None else daily
+    return settings(max_examples=count if is_thorough else few, deadline=None)
 
 
 def slow(*values):
@@ -20,9 +21,15 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+def nightly(*values):
+    """A value, or one for each parameter, of a combination that is tried at night: CI tries its like."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.nightly])
+
+
 def daily(values: list) -> list:
-    """One for each instruction set: those that the machine would not choose by itself are tried by CI only."""
-    return [*map(slow, values[:-1]), *values[-1:]]
+    """One for each instruction set: of those that the machine would not choose by itself CI tries the best one, and
+    the others are tried at night."""
+    return [*map(nightly, values[:-2]), *map(slow, values[-2:-1]), *values[-1:]]
 
 
 each_isa = pytest.mark.parametrize("isa", daily([*ISAS]))

@@ -10,11 +10,12 @@ from functools import cache
 
 import numpy as np
 
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DRAWS, PENALTIES, SamplingParams
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepInputs, StepOutput, default_samples
 from quire.testing import FakeRunner
 
 defaults = cache(default_samples)
+GREEDY = SamplingParams(temperature=0)
 
 
 def drawn_from(state: int, params: SamplingParams, tokens: list[int], prompt_len: int, stop_ids: set[int]) -> int:
@@ -24,11 +25,10 @@ def drawn_from(state: int, params: SamplingParams, tokens: list[int], prompt_len
     """
     forbidden = stop_ids if len(tokens) - prompt_len < params.min_tokens else set()
     biases = tuple((token, bias) for token, bias in sorted(params.logit_bias.items()) if token not in forbidden)
-    cuts = (params.temperature, params.top_k, params.top_p, params.min_p) if params.temperature else (0.0, 0, 1.0, 0.0)
-    penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-    has_penalty = penalties != (1, 0, 0)
-    seen = (*tokens, prompt_len) if has_penalty else ()
-    return hash((state, *cuts, *penalties, seen, biases))
+    draws = [getattr(params if params.temperature else GREEDY, name) for name in DRAWS]
+    penalties = [getattr(params, name) for name in PENALTIES]
+    seen = (*tokens, prompt_len) if penalties != [getattr(GREEDY, name) for name in PENALTIES] else ()
+    return hash((state, *draws, *penalties, seen, biases))
 
 
 def logprob(state: int, token: int) -> float:
@@ -53,13 +53,13 @@ class SamplingRunner(FakeRunner):
 
     def _draw(self, states: list[int], samples: SampleInputs) -> StepOutput:
         raw = [states[i] for i in samples.packed_index_S.tolist()]
-        fields = [f"{name}_S" for name in ("temperature", "top_k", "top_p", "min_p")]
-        fields += [f"{name}_S" for name in ("repetition", "presence", "frequency")]
+        fields = [f"{name}_S" for name in (*DRAWS, *PENALTIES)]
+        no_penalties = [getattr(GREEDY, name) for name in PENALTIES]
         absent = defaults(len(raw), self.vocab_size)
         columns = [getattr(absent if getattr(samples, name) is None else samples, name).tolist() for name in fields]
         mixed = []
         for i, (state, *values) in enumerate(zip(raw, *columns, strict=True)):
-            seen = () if values[4:] == [1, 0, 0] else self._seen(samples, i)
+            seen = () if values[len(DRAWS) :] == no_penalties else self._seen(samples, i)
             biases: list[tuple[int, float]] = []
             if samples.bias_SE is not None:
                 is_bias = (samples.bias_ids_SE[i] != INVALID) & np.isfinite(samples.bias_SE[i])

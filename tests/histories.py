@@ -15,7 +15,7 @@ import numpy as np
 from quire import Engine
 from quire.core.errors import RequestError
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob
 from quire.core.stopping import FinishReason, Grammar
 from quire.llm import new_text
@@ -55,31 +55,34 @@ WEIGHTS = {
 }  # fmt: skip
 
 
+def random_number(rng: random.Random, name: str) -> float:
+    """A value for a number that the sampler gets, anywhere in the range that requests over HTTP have."""
+    declared = DECLARED[name]
+    assert declared.wire is not None
+    low, high, _ = declared.wire
+    if declared.kind is int:
+        return rng.randint(max(int(low), 0), min(int(high), VOCAB))
+    return float(np.float32(low + (high - low) * rng.randint(1, 8) / 8))
+
+
 def random_params(rng: random.Random, has_text: bool) -> dict[str, Any]:
     """Values for any fields of `SamplingParams`, each often left as it is; float32 holds them exactly."""
     most = rng.randint(1, 8)
     some_ids = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 3))]
     params = {
+        **{name: random_number(rng, name) for name in (*DRAWS, *PENALTIES)},
+        **{name: not declared.default for name, declared in DECLARED.items() if declared.kind is bool},
         "temperature": rng.choice((0.0, 0.0, 0.25, 1.0, 1.5)),
-        "top_k": rng.randint(1, VOCAB),
-        "top_p": rng.choice((0.25, 0.5, 0.75)),
-        "min_p": rng.choice((0.125, 0.5)),
         "seed": rng.getrandbits(64),
         "n": rng.choice((1, 1, 1, 2, 3)),
         "max_tokens": most,
         "min_tokens": rng.randint(1, most),
         "stop": [some_ids],
         "stop_token_ids": [rng.randrange(1, VOCAB)],
-        "ignore_eos": True,
-        "skip_special": False,
-        "include_stop": True,
-        "repetition_penalty": rng.choice((0.5, 1.25, 2.0)),
-        "presence_penalty": rng.choice((-0.5, 0.75)),
-        "frequency_penalty": rng.choice((-0.25, 0.5)),
         "logit_bias": {token: rng.choice((-1.5, 0.5, 4.0)) for token in some_ids},
         "logprobs": rng.choice((0, 1, 3, 20)),
-        "prompt_logprobs": True,
         "structured": rng.choice(FORMS) if has_text else None,
+        "max_rounds": rng.choice((1, 2, 2, 3)),
     }
     if has_text and rng.random() < 0.7:
         params["stop"] = rng.sample(STOPS, rng.randint(1, 2)) + ([some_ids] if rng.random() < 0.3 else [])
@@ -88,6 +91,7 @@ def random_params(rng: random.Random, has_text: bool) -> dict[str, Any]:
     if chosen["temperature"] == 0.0 and rng.random() < 0.5:
         del chosen["seed"]  # another one each time, and of no influence: a history must be repeatable
     if "prompt_logprobs" in chosen:
+        chosen["prompt_logprobs_start"] = rng.choice((1, 2, 3, 5, 9))
         chosen["max_tokens"] = rng.randint(chosen.get("min_tokens", 0), max(3, chosen.get("min_tokens", 0)))
     if rng.random() < 0.03:
         del chosen["max_tokens"]
@@ -123,21 +127,20 @@ class ToyGrammar:
             self.seen += (token,)
         return True
 
+    def num_allowed(self, token_ids) -> int:
+        other = self.copy()
+        return next((i for i, token in enumerate(token_ids) if not other.advance((*other.seen, token))), len(token_ids))
+
     def copy(self) -> "ToyGrammar":
         return ToyGrammar(self.seen)
 
 
 def toy_engine(*, seed: int = 0, tokenizer: Tokenizer | None = TOKENIZER, **knobs) -> Engine:
     """An engine without a model whose tokens depend on every sampling parameter."""
-    engine = fake_engine(vocab_size=VOCAB, seed=seed, tokenizer=tokenizer, max_model_len=24, **knobs)
-    assert engine.config.num_pages is not None
-    engine.runner = SamplingRunner(
-        num_pages=engine.config.num_pages,
-        page_size=engine.config.page_size,
-        vocab_size=VOCAB,
-        num_host_pages=engine.config.num_host_pages or 0,
+    longest = min(24, knobs["num_pages"] * knobs.get("page_size", 4) + 1)  # the last token needs no place in the pool
+    return fake_engine(
+        vocab_size=VOCAB, seed=seed, tokenizer=tokenizer, runner=SamplingRunner, max_model_len=longest, **knobs
     )
-    return engine
 
 
 class MismatchError(Exception):
@@ -169,6 +172,12 @@ class History:
         """Sequence -> its text so far, of those that somebody reads as it comes."""
         self.mixed: set[str] = set()
         """Requests whose KV may come from two versions: their tokens are not foretold, only their pages checked."""
+        self.forks: dict[Sequence, tuple[Request, type[ToyGrammar] | None]] = {}
+        """What was asked for of forks with parameters of their own, and of their forks."""
+        self.unscored: dict[Sequence, int] = {}
+        """Sequence -> the first of its tokens that it began with and whose log-probability it asked for in vain."""
+        self.rescored: set[Sequence] = set()
+        """Those of them that were scored under two versions: whatever the numbers are, they are not foretold."""
         self.num_requests = 0
         self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
@@ -192,11 +201,11 @@ class History:
         """What must hold between any two operations."""
         self.engine.audit()
         if not self.engine.has_work:
-            tables = self.engine.scheduler.tables
-            if tables.num_available != tables.allocator.num_pages or (
-                tables.host and tables.host.num_free < tables.host.num_pages
-            ):
-                raise MismatchError("nothing is left to do and pages are still held")
+            for pool in self.engine.scheduler.tables.pools:
+                if pool.num_available != pool.allocator.num_pages or (
+                    pool.host and pool.host.num_free < pool.host.num_pages
+                ):
+                    raise MismatchError("nothing is left to do and pages are still held")
 
         salts: dict[int, str] = {}
         for sequence in self.engine.scheduler.running:
@@ -228,7 +237,8 @@ class History:
         grammar = self.fresh_grammar(request.id)
         if grammar is not None:
             self.done["constrained"] += 1
-        has_beginning = grammar is None or allowed_tokens(grammar, request.params, self.eos_ids(request.id), 0)
+        eos_ids = frozenset() if request.params.ignore_eos else EOS_IDS
+        has_beginning = grammar is None or allowed_tokens(grammar, request.params, eos_ids, 0)
         try:
             sequences = self.engine.add(request, self.fresh_grammar(request.id))
         except RequestError:
@@ -244,21 +254,26 @@ class History:
             self.read.update(dict.fromkeys(sequences, ""))
         self.meet("add", sequences)
 
-    def params(self, sequence: Sequence) -> SamplingParams:
-        return self.requests[sequence.request.id][0].params
+    def asked(self, sequence: Sequence) -> tuple[Request, type[ToyGrammar] | None]:
+        return self.forks.get(sequence) or self.requests[sequence.request.id]
 
-    def eos_ids(self, request_id: str) -> frozenset[int]:
-        return frozenset() if self.requests[request_id][0].params.ignore_eos else EOS_IDS
+    def params(self, sequence: Sequence) -> SamplingParams:
+        return self.asked(sequence)[0].params
+
+    def eos_ids(self, sequence: Sequence) -> frozenset[int]:
+        return frozenset() if self.params(sequence).ignore_eos else EOS_IDS
 
     def max_tokens(self, sequence: Sequence) -> int:
-        most, config = self.params(sequence).max_tokens, self.engine.config
-        if most is not None:
-            return most
+        most = self.params(sequence).max_tokens
+        return self.most_that_fits(sequence) if most is None else most
+
+    def most_that_fits(self, sequence: Sequence) -> int:
+        config = self.engine.config
         assert config.num_pages is not None
         return min(self.engine.max_model_len, config.num_pages * config.page_size + 1) - sequence.prompt_len
 
-    def fresh_grammar(self, request_id: str) -> Grammar | None:
-        request, toy = self.requests[request_id]
+    def fresh_grammar(self, asked: str | Sequence) -> Grammar | None:
+        request, toy = self.requests[asked] if isinstance(asked, str) else self.asked(asked)
         if request.params.structured is not None:
             return GRAMMARS.compile(request.params.structured, trusted=True)
         return toy and toy()
@@ -280,7 +295,12 @@ class History:
             return
         if had_work and self.runner.num_runs == runs_before:
             raise MismatchError("there is work and nothing runs")
+        most = min((self.params(e.sequence).max_rounds or 1024 for e in events if e.token_ids), default=0)
         for event in events:
+            if len(event.token_ids) > most:
+                raise MismatchError(
+                    f"{event.sequence.name}: {len(event.token_ids)} tokens, {most} rounds were asked for"
+                )
             self.expect_event(event)
         self.forget_finished()
         if first is not None and first.state is not SequenceState.FINISHED:
@@ -288,6 +308,7 @@ class History:
 
     def expect_event(self, event: TokenEvent) -> None:
         sequence, token_ids, reason = event
+        self.expect_scores(sequence, len(sequence.tokens) - len(token_ids))
         for i in range(len(token_ids)):
             self.expect(sequence, len(sequence.tokens) - len(token_ids) + i)
         if token_ids and sequence.weight_versions[-1] != self.engine.scheduler.tables.weights.version:
@@ -299,6 +320,18 @@ class History:
         if reason:
             self.expect_end(sequence, reason)
             self.alive.remove(sequence)
+
+    def expect_scores(self, sequence: Sequence, end: int) -> None:
+        """What a fork began with is scored before it draws: forced tokens, and those of a parent that was not asked."""
+        k = self.params(sequence).logprobs
+        for position in range(self.unscored.pop(sequence, end), end):
+            token, entry = sequence.tokens[position], sequence.logprobs[position - sequence.prompt_len]
+            if entry.token_id != token or entry.processed_logprob is not None or entry.processed_top:
+                raise MismatchError(f"{sequence.name}: {entry} at {position}, where {token} was not drawn")
+            if sequence.request.id not in self.mixed and sequence not in self.rescored:
+                state = self.state(sequence, position)
+                if entry != TokenLogprob(token, logprob(state, token), tuple(top(state)[:k])):
+                    raise MismatchError(f"{sequence.name}: {entry} at {position}")
 
     def watch(self, first: Sequence, advanced: bool) -> None:
         """The first in order always advances."""
@@ -317,7 +350,7 @@ class History:
         if sequence.request.id in self.mixed:
             return
         state = self.state(sequence, position)
-        stop_ids = {*self.eos_ids(sequence.request.id), *params.stop_token_ids}
+        stop_ids = {*self.eos_ids(sequence), *params.stop_token_ids}
         mixed = drawn_from(state, params, sequence.tokens[:position], sequence.prompt_len, stop_ids)
         draws = (params.seed, sequence.index, position) if params.temperature else ()
         must = next_token(mixed, VOCAB, *draws)  # pyright: ignore[reportArgumentType]
@@ -342,9 +375,9 @@ class History:
 
     def allowed(self, sequence: Sequence, position: int) -> set[int] | frozenset[int]:
         """Tokens that may be drawn at a position."""
-        params, eos_ids = self.params(sequence), self.eos_ids(sequence.request.id)
+        params, eos_ids = self.params(sequence), self.eos_ids(sequence)
         num_output = position - sequence.prompt_len
-        grammar = self.grammars.get(sequence) or self.fresh_grammar(sequence.request.id)
+        grammar = self.grammars.get(sequence) or self.fresh_grammar(sequence)
         if grammar is not None:
             self.grammars[sequence] = grammar
             grammar.advance(sequence.tokens[sequence.prompt_len : position])
@@ -363,7 +396,7 @@ class History:
             max_tokens=self.max_tokens(sequence),
             eos_ids=EOS_IDS,
             tokenizer=self.tokenizer,
-            grammar=self.fresh_grammar(sequence.request.id),
+            grammar=self.fresh_grammar(sequence),
         )
         text = self.read.pop(sequence, "") + new_text(sequence)
         if text != end.text or end.num_output != len(output):
@@ -371,11 +404,15 @@ class History:
         if reason != end.reason and (reason or output):
             raise MismatchError(f"{sequence.name}: ended with {reason} after {output}, must be {end}")
         num_logprobs = 0 if params.logprobs is None else len(output)
+        if self.unscored.pop(sequence, None) is not None:  # ended from outside before it drew
+            num_logprobs = min(len(sequence.logprobs), num_logprobs)
         if (len(sequence.logprobs), len(sequence.weight_versions)) != (num_logprobs, len(output)):
             raise MismatchError(f"{sequence.name}: {len(sequence.logprobs)} log-probabilities, must be {num_logprobs}")
         scored, prompt = sequence.prompt_logprobs, sequence.request.prompt_token_ids
-        if reason and len(scored) != (len(prompt) if params.prompt_logprobs else 1):
-            raise MismatchError(f"{sequence.name}: {len(scored)} prompt tokens scored")
+        start = min(params.prompt_logprobs_start, len(prompt))
+        is_left_out = [i < start for i in range(len(prompt))]
+        if reason and params.prompt_logprobs and [entry is None for entry in scored] != is_left_out:
+            raise MismatchError(f"{sequence.name}: prompt tokens from {start} on were to be scored, and not {scored}")
         if any(entry and entry.token_id != token for entry, token in zip(scored, prompt, strict=False)):
             raise MismatchError(f"{sequence.name}: {scored} are not of the prompt")
         if sequence.num_cached_tokens:
@@ -384,22 +421,91 @@ class History:
             self.undisturbed.pop(sequence.request.id, None)
         self.grammars.pop(sequence, None)
         self.states.pop(sequence, None)
+        self.forks.pop(sequence, None)
+        self.rescored.discard(sequence)
 
     def fork(self) -> None:
         able = [s for s in self.alive if s.num_output]
         if able and len(self.alive) < 24:
-            child = self.fork_one(self.random.choice(able))
-            if self.random.random() < 0.3:
+            rng, parent = self.random, self.random.choice(able)
+            forced = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))] if rng.random() < 0.4 else []
+            params = self.other_params(parent, len(forced)) if rng.random() < 0.5 else None
+            child = self.fork_one(parent, params, forced)
+            if child and rng.random() < 0.3:
                 self.read[child] = ""
 
-    def fork_one(self, parent: Sequence) -> Sequence:
-        child = self.engine.fork(parent)
-        if (child.tokens, child.logprobs) != (parent.tokens, parent.logprobs):
-            raise MismatchError(f"{child.name} does not begin as {parent.name}")
+    def other_params(self, parent: Sequence, num_forced: int) -> SamplingParams:
+        """Parameters for a fork: any, with room for what it begins with."""
+        params = random_params(self.random, self.tokenizer is not None)
+        begun, most = parent.num_output + num_forced, self.most_that_fits(parent)
+        if "max_tokens" in params:
+            most = params["max_tokens"] = min(params["max_tokens"] + begun, most)
+        if "min_tokens" in params:
+            params["min_tokens"] = min(params["min_tokens"] + self.random.choice((0, begun)), most)
+        if self.random.random() < 0.3:
+            params["logprobs"] = self.random.choice((0, 2))
+        if self.params(parent).seed is not None and self.random.random() < 0.3:
+            params.pop("seed", None)  # it draws by its parent's
+        return SamplingParams(**params | {"n": 1})
+
+    def fork_one(
+        self, parent: Sequence, params: SamplingParams | None = None, forced: list[int] | None = None
+    ) -> Sequence | None:
+        """Fork, or be refused where a token that the child would begin with ends it or may not be there."""
+        forced, asked = forced or [], self.asked(parent)
+        if params is not None:
+            seed = asked[0].params.seed if params.seed is None else params.seed
+            asked = replace(asked[0], params=replace(params, seed=seed)), None
+        before = (list(parent.family), parent.family[0].next_index)
+        try:
+            child = self.engine.fork(parent, params, forced)
+        except RequestError:
+            child = None
+        if (child is not None) != self.is_fork_allowed(parent, asked, forced):
+            raise MismatchError(f"{parent.name}: {child} with {params} and {forced} behind {parent.output_token_ids}")
+        if child is None:
+            self.done["refused forks"] += 1
+            if before != (parent.family, parent.family[0].next_index):
+                raise MismatchError(f"{parent.name}: a fork that was refused left something behind")
+            return None
+        self.expect_beginning(child, parent, asked, forced)
         self.undisturbed.pop(parent.request.id, None)
         self.alive.append(child)
         self.meet("fork", [child])
         return child
+
+    def is_fork_allowed(self, parent: Sequence, asked: tuple, forced: list[int]) -> bool:
+        request, toy = asked
+        grammar, form, output = toy and toy(), request.params.structured, [*parent.output_token_ids, *forced]
+        if form is not None:
+            grammar = GRAMMARS.compile(form, trusted=True)
+            if grammar.num_allowed(output) < len(output):
+                return False
+        end = expected_end(
+            request.params,
+            output,
+            max_tokens=self.most_that_fits(parent) if request.params.max_tokens is None else request.params.max_tokens,
+            eos_ids=EOS_IDS,
+            tokenizer=self.tokenizer,
+            grammar=grammar,
+        )
+        return end.reason is None
+
+    def expect_beginning(self, child: Sequence, parent: Sequence, asked: tuple, forced: list[int]) -> None:
+        if asked != self.requests[child.request.id]:
+            self.forks[child] = asked
+        wants_scores = asked[0].params.logprobs is not None
+        versions = [*parent.weight_versions, *[self.engine.scheduler.tables.weights.version] * len(forced)]
+        begun = ([*parent.tokens, *forced], parent.logprobs if wants_scores else [], versions)
+        if (child.tokens, child.logprobs, child.weight_versions) != begun:
+            raise MismatchError(f"{child.name} does not begin as {parent.name}")
+        if wants_scores and len(child.logprobs) < child.num_output:
+            self.unscored[child] = self.unscored.get(parent, child.prompt_len + len(child.logprobs))
+            self.done["unscored forks"] += 1
+            if parent in self.rescored:
+                self.rescored.add(child)
+        self.done["forced tokens"] += len(forced)
+        self.done["forks with params"] += child in self.forks
 
     def abort_one(self, target: Sequence | None = None) -> None:
         if self.alive:
@@ -432,7 +538,7 @@ class History:
             self.meet("swap" if target.state is SequenceState.SWAPPED else "recompute", [target])
 
     def evict(self) -> None:
-        self.engine.scheduler.tables.evict(self.random.randint(1, 6))
+        self.random.choice(self.engine.scheduler.tables.pools).evict(self.random.randint(1, 6))
 
     def fail(self) -> None:
         self.meet("failing step", self.engine.scheduler.running)
@@ -448,6 +554,7 @@ class History:
             self.undisturbed.pop(sequence.request.id, None)
         if running == "keep":
             self.mixed |= {s.request.id for s in begun}
+        self.rescored.update(self.unscored)
         self.engine.set_weights(self.runner.weights + 1, version=self.runner.weights + 1, running=running)  # type: ignore
         self.states.clear()
         self.forget_finished()
@@ -520,8 +627,21 @@ CONFIGS = [
     {"debug": True, "max_num_seqs": 6, "max_num_batched_tokens": 6, "page_size": 3, "num_pages": 10},
     {"page_size": 2, "num_pages": 40, "max_num_seqs": 8, "max_num_batched_tokens": 24, "max_rounds": 8},
     {"debug": True, "preemption": "swap", "max_rounds": 5},
+    {"windows": (None, 3), "max_rounds": 3},
+    {"windows": (5, None, 2), "debug": True, "preemption": "swap", "max_rounds": 2, "max_num_batched_tokens": 5},
+    {"windows": (1, 7), "page_size": 4, "num_pages": 7, "num_host_pages": 4, "debug": True},
+    {"windows": (4, None, 9), "page_size": 1, "num_pages": 22, "num_host_pages": 20, "prefix_cache": False},
+    {"windows": (None, 3), "window_pages": (6,), "num_pages": 24, "max_rounds": 3},
+    {"windows": (5, 2), "window_pages": (6, 5), "debug": True, "num_pages": 30, "max_num_batched_tokens": 5},
+    {
+        **{"windows": (4, None, 9), "window_pages": (14, 17), "page_size": 1, "num_pages": 40, "num_host_pages": 20},
+        **{"preemption": "swap", "max_rounds": 2},
+    },
 ]
-"""Pools from cramped to ample: a request may need all but a few pages of the smallest; one round or many."""
+"""Pools from cramped to ample: a request may need all but a few pages of the smallest; one round or many.
+
+With windows smaller and larger than a page, a prompt and a step, and layers that all have one. With `window_pages`
+those of the windows run out first: they hold hardly more than one sequence may need."""
 
 
 def play_history(seed: int, num_operations: int) -> Counter:

@@ -5,6 +5,8 @@ A mutation is a function that patches classes through pytest's monkeypatch; its 
 
 from dataclasses import replace
 
+from quire.core import forks, preemption
+from quire.core.page_pool import PagePool, WindowPool
 from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.pages import PageAllocator
 from quire.core.planner import Planner
@@ -40,7 +42,7 @@ def share_a_partial_page(patch):
         found = find_prefix(self, sequence, unwritten)
         if found.copy_from is None:
             return found
-        return ReusedPrefix([*found.pages, found.copy_from], found.num_tokens, None, found.num_published)
+        return found._replace(pages=[*found.pages, found.copy_from], copy_from=None)
 
     patch.setattr(PageTables, "find_prefix", find_whole)
 
@@ -76,7 +78,7 @@ def free_twice_at_abort(patch):
 
     def abort_twice(self, sequence):
         if sequence.pages:
-            self.tables._drop(sequence.pages)
+            self.tables.pool.drop(sequence.pages)
         return abort(self, sequence)
 
     patch.setattr(Scheduler, "abort", abort_twice)
@@ -89,7 +91,7 @@ def reuse_a_swapped_page(patch):
 
     def swap_out_and_forget(self, sequence):
         swap_out(self, sequence)
-        self.host.release(sequence.host_pages)
+        self.pool.host.release(sequence.host_pages)
 
     patch.setattr(PageTables, "swap_out", swap_out_and_forget)
 
@@ -111,12 +113,13 @@ def forget_a_child(patch):
 def keep_a_tails_page(patch):
     """A finished sequence keeps its last page."""
 
+    empty = PageTables._empty
+
     def empty_all_but_one(self, sequence):
         kept = sequence.pages[-1:] if sequence.state is SequenceState.FINISHED else sequence.pages[:0]
-        pages = sequence.pages[: len(sequence.pages) - len(kept)]
-        self._drop(pages)
+        del sequence.pages[len(sequence.pages) - len(kept) :]
+        empty(self, sequence)
         sequence.pages = kept
-        sequence.num_published = 0
 
     patch.setattr(PageTables, "_empty", empty_all_but_one)
 
@@ -124,14 +127,14 @@ def keep_a_tails_page(patch):
 @mutation
 def forget_the_copies(patch):
     """The partial page of a fork is never copied."""
-    take = PageTables.take_operations
+    take = PagePool.take_operations
 
     def take_without_copies(self):
         operations = take(self)
         operations.copies = []
         return operations
 
-    patch.setattr(PageTables, "take_operations", take_without_copies)
+    patch.setattr(PagePool, "take_operations", take_without_copies)
 
 
 @mutation
@@ -195,7 +198,7 @@ def evict_what_is_held(patch):
 @mutation
 def poison_what_was_just_filled(patch):
     """A page that was freed and filled again in one plan is poisoned after it was filled."""
-    take = PageTables.take_operations
+    take = PagePool.take_operations
 
     def take_all(self):
         freed = list(dict.fromkeys(self._freed))
@@ -203,7 +206,7 @@ def poison_what_was_just_filled(patch):
         operations.poisons = freed
         return operations
 
-    patch.setattr(PageTables, "take_operations", take_all)
+    patch.setattr(PagePool, "take_operations", take_all)
 
 
 @mutation
@@ -348,6 +351,50 @@ def share_the_log_probabilities(patch):
 
 
 @mutation
+def share_forced_tokens_with_the_parent(patch):
+    """A fork takes the parent's pages for its forced tokens, too."""
+    join = Sequence.join_family
+
+    def join_with_all_tokens(self):
+        self.num_inherited = self.num_tokens
+        join(self)
+
+    patch.setattr(Sequence, "join_family", join_with_all_tokens)
+
+
+@mutation
+def start_behind_what_must_be_scored(patch):
+    """A fork begins with all that its parent has computed, though logits of it are asked for."""
+    find_prefix = PageTables.find_prefix
+
+    def find_all(self, sequence, unwritten=()):
+        asked, sequence.params = sequence.params, replace(sequence.params, logprobs=None)
+        found = find_prefix(self, sequence, unwritten)
+        sequence.params = asked
+        return found
+
+    patch.setattr(PageTables, "find_prefix", find_all)
+
+
+@mutation
+def trust_forced_tokens(patch):
+    """Nobody looks whether a fork ends with the tokens it begins with."""
+    patch.setattr(forks, "stop_reason", lambda sequence: None)
+
+
+@mutation
+def keep_the_parents_seed(patch):
+    """A fork draws by its parent's seed, whatever its own is."""
+    inherit = Sequence.inherit
+
+    def inherit_the_seed(self, parent):
+        inherit(self, parent)
+        self.seed = parent.seed
+
+    patch.setattr(Sequence, "inherit", inherit_the_seed)
+
+
+@mutation
 def penalise_by_the_first_row(patch):
     """Penalties look at the tokens of whoever comes first in the batch."""
     pack = packer.pack_samples
@@ -377,4 +424,124 @@ def ignore(name):
     return put_in
 
 
-MUTATIONS |= {f"ignore_{name}": ignore(name) for name in FIELDS}
+MUTATIONS |= {f"ignore_{name}": ignore(name) for name in FIELDS if name != "pooling"}  # see test_embed.py
+
+
+@mutation
+def slide_a_position_too_far(patch):
+    """A window gives back a page whose last position the next token still sees; the audit counts the same."""
+    patch.setattr(WindowPool, "first_seen", lambda self, p: max(p - self.window + 2, 0) // self.page_size)
+
+
+@mutation
+def never_slide(patch):
+    """Layers that see a window keep every page."""
+    patch.setattr(PageTables, "slide", lambda self, sequence: None)
+
+
+@mutation
+def take_a_windows_pages_from_the_front(patch):
+    """A fork takes the first pages that a relative still has in a window, whatever positions they hold."""
+    seen_by = WindowPool.seen_by
+
+    def seen_from_the_front(self, position, names, table=None):
+        found = seen_by(self, position, names, table)
+        if found is None or table is None or table.first == self.first_seen(position):
+            return found
+        return table.pages[: len(found[0])].tolist(), found[1]
+
+    patch.setattr(WindowPool, "seen_by", seen_from_the_front)
+
+
+@mutation
+def share_a_partial_page_of_a_window(patch):
+    """A fork takes the parent's last page in a window as it is, instead of a copy."""
+    seen_by = WindowPool.seen_by
+
+    def seen_whole(self, position, names, table=None):
+        found = seen_by(self, position, names, table)
+        return found if found is None or found[1] is None else ([*found[0], found[1]], None)
+
+    patch.setattr(WindowPool, "seen_by", seen_whole)
+
+
+@mutation
+def find_a_prefix_beyond_its_windows(patch):
+    """A prefix counts as known where a page that its next token sees in a window is not: another one is taken."""
+
+    def page_of_any(self, position, names, table=None):
+        count = -(-position // self.page_size) - self.first_seen(position)
+        pages = [page for page in self.prefix_cache.pages if page is not None][:count] if self.prefix_cache else []
+        return (
+            (pages, None)
+            if len(pages) == count and not position % self.page_size
+            else seen_by(self, position, names, table)
+        )
+
+    seen_by = WindowPool.seen_by
+    patch.setattr(WindowPool, "known_end", lambda self, names, end: end)
+    patch.setattr(WindowPool, "seen_by", page_of_any)
+
+
+@mutation
+def leave_a_windows_pages_on_the_host(patch):
+    """What a swapped sequence had in a window does not come back."""
+    swap_in = WindowPool.swap_in
+
+    def swap_nothing_in(self, host_pages):
+        pages = swap_in(self, host_pages)
+        self.operations.swap_ins = []
+        return pages
+
+    patch.setattr(WindowPool, "swap_in", swap_nothing_in, raising=False)
+
+
+@mutation
+def admit_by_the_first_pool_alone(patch):
+    """Who is admitted finds room in the first pool, and perhaps none in a window."""
+    has_room = PageTables.has_room
+
+    def first_has_room(self, counts):
+        return has_room(self, [next(iter(counts)), *(0 for _ in self.windows)])
+
+    patch.setattr(PageTables, "has_room", first_has_room)
+
+
+@mutation
+def grow_by_the_first_pool_alone(patch):
+    """A sequence grows while the first pool has pages, whatever a window has."""
+    patch.setattr(PageTables, "num_available", property(lambda self: self.pool.num_available))
+
+
+@mutation
+def reserve_ahead_by_the_first_pool_alone(patch):
+    """Rounds are planned as far as the first pool has free pages, whatever a window has."""
+
+    def reachable_end(self, sequence, end):
+        num_pages = len(sequence.pages) + self.pool.allocator.num_free
+        return min(end, num_pages * self.page_size)
+
+    patch.setattr(PageTables, "reachable_end", reachable_end)
+
+
+@mutation
+def promise_nothing_in_windows(patch):
+    """Somebody is admitted into the pages of a window that who runs needs in this very step."""
+    num_promised = PageTables.num_promised
+
+    def promised_first(self, running):
+        return [num_promised(self, running)[0], *(0 for _ in self.windows)]
+
+    patch.setattr(PageTables, "num_promised", promised_first)
+
+
+@mutation
+def make_room_in_the_first_pool_alone(patch):
+    """Nobody gives way for the first in order when only a window has no room for it."""
+    patch.setattr(preemption._Room, "is_enough", property(lambda self: self._missing[0] <= 0))
+
+
+@mutation
+def take_a_known_page_of_a_window_for_nothing(patch):
+    """A prefix found in a window counts as gained, though its idle pages are no longer there for others."""
+    patch.setattr(WindowPool, "num_idle", lambda self, pages: 0, raising=False)

@@ -1,6 +1,9 @@
 """The bench measures what it says: the same tokens on both sides, and lines that tools can read."""
 
+import asyncio
+import errno
 import json
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
-from quire.bench import measure
+from quire.bench import http_client, measure
 from quire.bench.bare_loop import BareLoop
 from tests.tiny import tiny_config, tiny_llm
 
@@ -92,6 +95,7 @@ def test_the_other_kinds_measure_something(llm, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_throughput_against_bare_prints_a_json_line_for_each_number_of_rows(smollm2_gguf: Path):
     command = [sys.executable, "-m", "quire", "bench", "throughput", str(smollm2_gguf), "--against", "bare"]
     command += ["--rows", "4,8", "--prompt-len", "8", "--new-tokens", "4", "--repeats", "1", "--json", "-"]
@@ -100,3 +104,42 @@ def test_throughput_against_bare_prints_a_json_line_for_each_number_of_rows(smol
     assert [line["rows"] for line in lines] == [4, 8]
     for line in lines:
         assert line["ratio"] == pytest.approx(line["tokens_per_s"] / line["against_tokens_per_s"])
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connect call failed ('127.0.0.1', 1)"), "Connection refused"),
+        (OSError("Multiple exceptions: [Errno 111] ..., [Errno 111] ..."), "Multiple exceptions: "),
+        (
+            ssl.SSLCertVerificationError(1, "certificate verify failed: self-signed certificate"),
+            "certificate verify failed",
+        ),
+        (TimeoutError(), "no response in 10 s"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_server_that_cannot_be_reached_is_told_with_the_reason(monkeypatch, error, reason):
+    async def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(asyncio, "open_connection", fail)
+    with pytest.raises(http_client.UnreachableError, match=f"cannot be reached: {reason}"):
+        asyncio.run(http_client.get("https://h.example/v1", "/models"))
+
+
+@pytest.mark.parametrize(("path", "is_told"), [("", True), ("/v1", False)])
+def test_a_url_without_v1_is_told_so(path, is_told):
+    async def not_found(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.0 404 Not Found\r\n\r\nno such route")
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(not_found, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            await http_client.get(f"http://127.0.0.1:{port}{path}", "/models")
+
+    with pytest.raises(ValueError, match="/models answers 404: no such route") as error:
+        asyncio.run(ask())
+    assert ("--url ends in /v1" in str(error.value)) is is_told

@@ -13,6 +13,7 @@ from quire.core.scheduler import WATCHED_ROUNDS
 from quire.core.sequence import SequenceState
 from quire.structured.form import Structured
 from quire.testing import fake_engine
+from tests.effort import slow
 from tests.histories import ToyGrammar
 from tests.tiny import VOCAB, tiny_config, tiny_llm
 from tests.words import EOS, PIECES, tiny_tokenizer
@@ -83,29 +84,31 @@ def test_nobody_notices_who_shares_the_batch(llm, alone):
     assert answers(run(llm, params, prompts)) == alone
 
 
-@pytest.mark.parametrize("knobs", [{"max_rounds": 1}, {"max_rounds": 3, "attention": "reference"}], ids=str)
+@pytest.mark.parametrize("knobs", [{"max_rounds": 1}, slow({"max_rounds": 3, "attention": "reference"})], ids=str)
 def test_rounds_and_backends_change_nothing(alone, knobs):
     prompts, params = mixed()
     with tiny_llm(tokenizer=tiny_tokenizer(), debug=True, **knobs) as other:
         assert answers(run(other, params, prompts)) == alone
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", [slow("recompute"), "swap"])
 def test_a_preemption_neither_loses_nor_doubles_a_token(alone, preemption):
     prompts, params = mixed()
-    small = {"num_pages": 20, "max_num_batched_tokens": 11, "prefix_cache": False, "preemption": preemption}
+    small = {"num_pages": 14, "max_num_batched_tokens": 11, "prefix_cache": False, "preemption": preemption}
     host = {"num_host_pages": 64} if preemption == "swap" else {}
     with tiny_llm(tokenizer=tiny_tokenizer(), debug=True, **small, **host) as other:
         assert answers(run(other, params, prompts)) == alone
         assert other.engine.stats().preemptions >= 3
 
 
+@pytest.mark.slow
 def test_two_devices_agree(alone):
     prompts, params = mixed()
     with tiny_llm(num_devices=2, tokenizer=tiny_tokenizer()) as other:
         assert answers(run(other, params, prompts)) == alone
 
 
+@pytest.mark.slow
 def test_a_step_lost_on_the_device_is_computed_again_and_not_read_again(alone):
     prompts, params = mixed()
     with tiny_llm(tokenizer=tiny_tokenizer(), max_num_seqs=8) as other:
@@ -332,7 +335,7 @@ def test_a_grammar_that_fails_ends_its_sequence_and_nobody_elses():
 
 def test_a_form_that_cannot_be_is_refused_before_anything_runs(llm):
     before = llm.engine.stats().steps
-    with pytest.raises(RequestError, match=r"request .*-1: structured\.regex is refused: .*unclosed group"):
+    with pytest.raises(RequestError, match=r"prompts\[1\]: structured\.regex is refused: .*unclosed group"):
         run(llm, [FREE, SamplingParams(structured=Structured(regex="(a"))], PROMPTS[:2])
     with (
         tiny_llm() as without,

@@ -287,6 +287,7 @@ def test_empty_stops_are_errors_that_name_the_field():
         Detokenizer(TOKENIZER, stop_sequences=[()])
 
 
+@pytest.mark.alone
 def test_cost_does_not_grow_with_the_text_or_the_stops():
     """Stops that always nearly match: four times the tokens and the stops cost four times as much, not sixteen."""
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from quire.core.page_pool import PagePool
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence
 from quire.engine.stats import StepTimer
 from tests.histories import History
 
-SECONDS = 120
+SECONDS = 60
 MIN_DEPTH = 6
 
 REQUESTS = [
@@ -31,9 +32,11 @@ def standing_clock() -> float:
     return 0.0
 
 
-def beginning() -> History:
+def beginning(windows: tuple[int | None, ...], window_pages: tuple[int, ...]) -> History:
     history = History(
         tokenizer=None,
+        windows=windows,
+        window_pages=window_pages,
         num_pages=4,
         page_size=2,
         num_host_pages=2,
@@ -59,8 +62,9 @@ def operations(history: History) -> Iterator[tuple[str, Callable[[History], obje
     for i in range(len(scheduler.running)):
         for swap in (True, False):
             yield f"preempt {i} {swap}", lambda h, i=i, swap=swap: preempt(h, i, swap)
-    if scheduler.tables.num_cached:
-        yield "evict", lambda h: h.engine.scheduler.tables.evict(1)
+    for i, pool in enumerate(scheduler.tables.pools):
+        if pool.num_cached:
+            yield f"evict {i}", lambda h, i=i: h.engine.scheduler.tables.pools[i].evict(1)
     if engine.stats().weight_version == 0:
         yield "weights keep", lambda h: h.set_weights("keep")
         yield "weights recompute", lambda h: h.set_weights("recompute")
@@ -73,12 +77,11 @@ def preempt(history: History, i: int, swap: bool) -> None:
 def signature(history: History) -> tuple:
     """All that can influence what happens next."""
     scheduler, tables = history.engine.scheduler, history.engine.scheduler.tables
-    cache = tables.prefix_cache
-    assert cache is not None
 
     def one(s: Sequence) -> tuple:
         return (
             *(s.request.id, s.index, str(s.state), tuple(s.tokens), tuple(s.pages), tuple(s.host_pages)),
+            tuple((table.first, tuple(table.pages), tuple(table.host_pages)) for table in s.windows),
             *(
                 s.num_computed,
                 s.num_published,
@@ -93,16 +96,35 @@ def signature(history: History) -> tuple:
         *(tuple(map(one, history.alive)), history.num_requests, tuple(one(s) for s in scheduler.running)),
         tuple(sorted(map(one, scheduler.waiting))),
         tuple((key, tuple(map(one, value))) for key, value in scheduler.waiting_for_prompt.items()),
-        *(tuple(tables.allocator._free), tuple(tables.allocator._refcounts), tables.weights),
-        *(tuple(tables.host._free) if tables.host else (), tuple(cache._page_of.items()), tuple(cache._idle)),
-        *(tuple(tables._operations.swap_outs), tuple(map(tuple, history.runner._pages)), frozenset(history.mixed)),
+        *(tables.weights, tuple(map(books, tables.pools))),
+        *(tuple(map(tuple, history.runner._pages)), frozenset(history.mixed)),
+        tuple(tuple(map(tuple, window.pages)) for window in history.runner._windows),
+    )
+
+
+def books(pool: PagePool) -> tuple:
+    """What a pool knows of its pages."""
+    cache, host = pool.prefix_cache, pool.host
+    assert cache is not None
+    return (
+        *(tuple(pool.allocator._free), tuple(pool.allocator._refcounts), tuple(host._free) if host else ()),
+        *(tuple(cache._page_of.items()), tuple(cache._idle), tuple(pool.operations.swap_outs)),
     )
 
 
 @pytest.mark.slow
-def test_every_state_of_four_pages_and_three_requests():
+@pytest.mark.parametrize(
+    ("windows", "window_pages"),
+    [
+        pytest.param((None,), (), id="every position"),
+        pytest.param((None, 2), (), id="a window", marks=pytest.mark.nightly),
+        pytest.param((None, 2), (3,), id="a window with the pages of one sequence"),
+    ],
+)
+def test_every_state_of_four_pages_and_three_requests(windows, window_pages):
     start = time.monotonic()
-    first = beginning()
+    first = beginning(windows, window_pages)
+    assert len(first.engine.scheduler.tables.windows) == len(windows) - 1
     drains: set[int] = set()
     seen = {hash(signature(first))}
     # State -> how many histories lead to it; those of the depth reached so far.

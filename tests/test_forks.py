@@ -182,7 +182,7 @@ FORK_PARAMS = {
 }
 
 
-@pytest.mark.parametrize("reads", [False, True], ids=["unread", "read"])
+@pytest.mark.parametrize("reads", [pytest.param(False, marks=pytest.mark.slow), True], ids=["unread", "read"])
 @pytest.mark.parametrize("params", FORK_PARAMS.values(), ids=FORK_PARAMS)
 def test_a_fork_says_what_its_tokens_say_alone(params, reads):
     """Wherever it is cut off its parent, and whether or not somebody has read the parent's text by then."""

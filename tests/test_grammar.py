@@ -121,6 +121,26 @@ def test_whatever_is_drawn_is_of_the_form(name):
     assert num_whole > 10
 
 
+@pytest.mark.parametrize("kind", ["schema", "any object"])
+@pytest.mark.parametrize("compact", [True, False])
+def test_whitespace_between_the_parts_of_json_is_what_compact_says(kind, compact):
+    """Whatever `x-guidance` a schema has inside."""
+    inner = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
+    hidden = inner | {"x-guidance": {"whitespace_flexible": True, "whitespace_pattern": "ab"}}
+    schema = {"type": "object", "properties": {"a": hidden}, "required": ["a"], "additionalProperties": False}
+    given = {"json_schema": schema} if kind == "schema" else {"json_object": True}
+    texts = [walk(COMPILER, Structured(**given, compact=compact), random.Random(seed)) for seed in range(40)]
+    whole = [text.decode() for text, is_whole in texts if is_whole]
+    assert len(whole) > 10
+    blanks = 0
+    for text in whole:
+        value = json.loads(text)
+        outside = re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
+        blanks += len(outside) - len("".join(outside.split()))
+        assert kind != "schema" or set(value["a"]) <= {1, 2}
+    assert bool(blanks) != compact
+
+
 def test_a_copy_goes_on_by_itself():
     first = COMPILER.compile(Structured(regex="a(b|12)c"))
     assert first.advance([id_of("a")])
@@ -231,7 +251,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     compiler = GrammarCompiler(tiny_tokenizer(), VOCAB, frozenset({EOS}))
     for form in (Structured(regex="a"), Structured(json_object=True)):
         with pytest.raises(
-            ValueError, match=r"structured\.\w+ needs the library llguidance: pip install quire\[server\]"
+            ValueError, match=r"structured\.\w+ needs the library llguidance: pip install 'quire\[structured\]'"
         ):
             compiler.compile(form)
 
@@ -242,7 +262,6 @@ MALFORMED = {
     "back reference": {"regex": r"(a)\1"},
     "no such type": {"json_schema": {"type": "nothing"}},
     "properties as a list": {"json_schema": {"properties": []}},
-    "false": {"json_schema": "false"},
     "never": {"json_schema": {"type": "integer", "minimum": 5, "maximum": 3}},
     "elsewhere": {"json_schema": {"$ref": "http://127.0.0.1:9/schema.json"}},
     "a file": {"json_schema": {"$ref": "file:///etc/passwd"}},
@@ -344,6 +363,7 @@ for name, fields in HOSTILE.items():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_hostile_forms_take_bounded_time_and_memory_and_end_nothing():
     """In a process of its own all the same: should it end, that is one failure and not the end of the tests."""
     root = Path(__file__).resolve().parents[1]
@@ -354,8 +374,8 @@ def test_hostile_forms_take_bounded_time_and_memory_and_end_nothing():
     assert [name for name, *_ in results] == list(HOSTILE), out.stderr[-2000:]
     assert out.returncode == 0
     for name, _, seconds, slowest, num_bytes in results:
-        assert seconds < 8, name  # one to try and one to compile, on a machine that does other things
-        assert slowest < 1, name
+        assert seconds < 60, name  # one to try and one to compile, on a machine that does other things
+        assert slowest < 5, name
         assert num_bytes < 2 * MAX_BYTES, name
     assert sum(refused is not None for _, refused, *_ in results) > 10
     assert sum(refused is None for _, refused, *_ in results) > 8
@@ -378,6 +398,19 @@ def test_a_trial_that_was_ended_is_begun_anew():
     del compiler, trial, other
     gc.collect()
     assert process.returncode is not None, "it goes with the compiler"
+
+
+def test_a_trial_that_another_thread_takes_first_is_not_missed():
+    class Emptied(list):
+        """Another thread takes the last process between a look and the pop."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    compiler = new_compiler()
+    compiler._trial._idle = Emptied()
+    compiler.compile(Structured(regex="[ab]+"))
+    assert len(compiler._trial._idle) == 1
 
 
 def test_a_trial_that_hangs_is_ended_and_begun_anew(monkeypatch):
@@ -404,8 +437,9 @@ def test_a_trial_that_does_not_read_is_ended_too(monkeypatch):
     assert trial._process.returncode is not None
 
 
-def test_threads_that_try_forms_do_not_wait_for_each_other():
+def test_threads_that_try_forms_do_not_wait_for_each_other(monkeypatch):
     """One is stopped in the middle of a form; another thread's form is tried all the same."""
+    monkeypatch.setattr(sandbox, "ANSWER_SECONDS", 600)
     compiler = new_compiler()
     compiler.compile(Structured(regex="a"))
     (trial,) = compiler._trial._idle

@@ -16,14 +16,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from quire import SamplingParams
+from tests.effort import slow
 from tests.histories import CONFIGS, WEIGHTS, History, play_history
 from tests.mutations import MUTATIONS
 
-NUM_OPERATIONS = 1_000_000
 HISTORY = 400
 """Operations in one history."""
 NUM_SEEDS = 200
 """Histories that a mutation may survive."""
+FIRST_SEED = {"promise_nothing_in_windows": 130}
+"""Where to begin with a mutation that few histories meet; 139 is the first that meets this one."""
+RARE = {
+    "share_forced_tokens_with_the_parent", "promise_nothing_in_windows", "grow_by_the_first_pool_alone",
+    "take_a_known_page_of_a_window_for_nothing", "reserve_ahead_by_the_first_pool_alone",
+    "admit_by_the_first_pool_alone", "copy_from_the_unwritten", "make_room_in_the_first_pool_alone",
+    "leave_a_windows_pages_on_the_host", "share_a_partial_page_of_a_window", "take_a_windows_pages_from_the_front",
+    "never_slide", "slide_a_position_too_far", "find_a_prefix_beyond_its_windows", "share_half_a_character",
+}  # fmt: skip
+"""Mutations that take the most histories to find; CI looks for them."""
 HAPPENINGS = (
     "add", "fork", "abort", "abort in flight", "swap", "recompute", "rounds", "prefix", "failing step", "reset",
     "weights, keep", "weights, recompute", "weights, abort",
@@ -44,25 +54,31 @@ def total() -> Counter:
 
 def test_some_histories(total):
     assert total["rounds"] > total["steps"] > 1000
-    for kind in ("swaps", "recomputes", "evictions", "copies", "cached tokens", "constrained", "set_weights", "fail"):
+    for kind in (
+        "swaps", "recomputes", "evictions", "copies", "cached tokens", "constrained", "set_weights", "fail",
+        "forced tokens", "forks with params", "unscored forks", "refused forks",
+    ):  # fmt: skip
         assert total[kind] > 0, kind
 
 
-@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams)])
+@pytest.mark.parametrize("name", [field.name for field in fields(SamplingParams) if field.name != "pooling"])
 def test_every_operation_meets_every_sampling_parameter(total, name):
-    """A new field must be drawn at random, too; a row with a form runs one round at a time."""
+    """A new field must be drawn at random, too; a row with a form runs one round at a time.
+
+    A prompt that is pooled generates nothing, so that little can happen to it: `test_embed.py` has its histories.
+    """
     missing = [what for what in HAPPENINGS if not total[what, name] and (what, name) != ("rounds", "structured")]
     assert not missing
 
 
 @pytest.mark.slow
-def test_a_million_operations_without_a_finding():
-    num_histories, chunk, start = NUM_OPERATIONS // HISTORY, 25, time.monotonic()
+def test_many_operations_without_a_finding(num_operations):
+    num_histories, chunk, start = num_operations // HISTORY, 25, time.monotonic()
     total = Counter()
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         for part in pool.map(play_many, range(0, num_histories, chunk), range(chunk, num_histories + chunk, chunk)):
             total += part
-    assert sum(total[name] for name in WEIGHTS) >= NUM_OPERATIONS
+    assert sum(total[name] for name in WEIGHTS) >= num_operations
     counts = {name: count for name, count in total.items() if isinstance(name, str)}
     print(f"\n{num_histories} histories in {time.monotonic() - start:.0f} s: {counts}")
 
@@ -105,17 +121,17 @@ class Life(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_50000_operations_by_hypothesis():
+def test_10000_operations_by_hypothesis():
     run_state_machine_as_test(
-        Life, settings=settings(max_examples=1000, stateful_step_count=50, deadline=None, print_blob=True)
+        Life, settings=settings(max_examples=200, stateful_step_count=50, deadline=None, print_blob=True)
     )
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.parametrize("name", [slow(name) if name in RARE else name for name in MUTATIONS])
 def test_a_mutation_is_found(name, monkeypatch):
     MUTATIONS[name](monkeypatch)
     start = time.monotonic()
-    for seed in range(NUM_SEEDS):
+    for seed in range(FIRST_SEED.get(name, 0), NUM_SEEDS):
         try:
             play_history(seed, HISTORY)
         except (AttributeError, NameError, TypeError):

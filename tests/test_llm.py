@@ -1,5 +1,6 @@
 """The surface on the real model: text in, text out, streamed, stopped, interrupted."""
 
+import json
 import os
 import pty
 import select
@@ -250,7 +251,7 @@ def test_quire_generate_prints_real_text(smollm2_gguf):
 
 
 def test_mistakes_are_one_line_and_no_traceback():
-    for args in (["generate", "no-such-model", "x"], ["generate", "org/name", "x"], ["chat", "./nowhere"]):
+    for args in (["generate", "no-such-model", "x"], ["chat", "./nowhere"]):
         out = quire(*args)
         assert out.returncode == 2
         assert out.stderr.startswith("quire: MODEL")
@@ -258,6 +259,12 @@ def test_mistakes_are_one_line_and_no_traceback():
 
 
 def test_doctor_says_it_runs():
-    out = quire("doctor")
+    out = quire("doctor", "--json", "-")
     assert out.returncode == 0, out.stderr
     assert "quire runs here." in out.stdout
+    report = json.loads(out.stdout.splitlines()[-1])
+    assert report["runs"] is True
+    assert all(check["right"] for check in report["attention"])
+    assert report["measured"]["bandwidth"] > 0
+    assert report["measured"]["decode_step_s"] > 0
+    assert "planned" not in report  # a CPU is not in the table of chips

@@ -15,9 +15,9 @@ def request(i, prompt, **params) -> Request:
     return Request(id=i, prompt_token_ids=tuple(prompt), params=SamplingParams(**params))
 
 
-def engine_with_everything():
+def engine_with_everything(windows=(None,)):
     """Two that share a page, one swapped, one cached prefix of somebody gone."""
-    engine = fake_engine(num_pages=16, page_size=4, num_host_pages=4, vocab_size=50)
+    engine = fake_engine(num_pages=16, page_size=4, num_host_pages=4, vocab_size=50, windows=windows)
     engine.add(request("gone", range(30, 39), max_tokens=1))
     engine.step()
     engine.add(request("pair", range(1, 7), n=2))
@@ -43,6 +43,19 @@ def test_the_map_tells_owner_refcount_fill_hash_and_tier():
     assert [(page.owners, page.fill) for page in swapped] == [(("out/0",), 4), (("out/0",), 3)]
     last = [page for page in pages if page.owners == ("pair/1",)][-1]
     assert (last.refcount, last.fill, last.hash is not None) == (2, 4, True), "full, and published"
+
+
+def test_usage_is_that_of_the_fullest_pool():
+    engine = fake_engine(num_pages=16, page_size=4, vocab_size=50, windows=(None, 3), window_pages=(10,))
+    assert engine.stats().usage_ratio == 0
+    engine.add(request("one", range(1, 15)))
+    for _ in range(3):
+        engine.step()
+    (one,) = engine.scheduler.running
+    assert engine.stats().usage_ratio == len(one.pages) / 16 > len(one.windows[0].pages) / 10
+    held = engine.scheduler.tables.windows[0].allocate(8)
+    assert engine.stats().usage_ratio == (len(one.windows[0].pages) + 8) / 10
+    engine.scheduler.tables.windows[0].drop(held)
 
 
 def test_the_map_as_text_is_a_grid_with_a_legend():
@@ -74,7 +87,7 @@ def lose_a_page(engine):
 
 
 def hold_one_more(engine):
-    engine.scheduler.tables.allocator.retain([engine.scheduler.running[0].pages[0]])
+    engine.scheduler.tables.pool.allocator.retain([engine.scheduler.running[0].pages[0]])
 
 
 def forget_a_sequence(engine):
@@ -87,13 +100,13 @@ def swap_two_owners(engine):
 
 
 def free_a_cached_page(engine):
-    cache = engine.scheduler.tables.prefix_cache
-    engine.scheduler.tables.allocator.release([next(iter(cache._idle))])
+    cache = engine.scheduler.tables.pool.prefix_cache
+    engine.scheduler.tables.pool.allocator.release([next(iter(cache._idle))])
 
 
 def publish_a_partial_page(engine):
     sequence = engine.scheduler.running[0]
-    engine.scheduler.tables.prefix_cache.publish(b"x", sequence.pages[-1])
+    engine.scheduler.tables.pool.prefix_cache.publish(b"x", sequence.pages[-1])
 
 
 def lose_a_host_page(engine):
@@ -117,9 +130,9 @@ def test_the_audit_finds_damage(damage):
 
 def test_a_leak_shows_in_the_readings():
     engine = engine_with_everything()
-    held = engine.scheduler.tables.allocator.allocate(2)
+    held = engine.scheduler.tables.pool.allocator.allocate(2)
     assert engine.stats().leaked_pages == 2
-    engine.scheduler.tables.allocator.release(held)
+    engine.scheduler.tables.pool.allocator.release(held)
     assert engine.stats().leaked_pages == 0
 
 
@@ -149,7 +162,7 @@ def test_zeroing_is_explicit_and_only_when_nothing_is_held():
         assert engine.stats().cached_pages > 0
         engine.zero_cache()
         assert engine.stats().cached_pages == 0, "what is zeroed cannot be found"
-        assert all(not np.asarray(array).any() for array in jax.tree.leaves(engine.runner._cache))
+        assert all(not np.asarray(array).any() for array in jax.tree.leaves(engine.runner._caches))
         after = llm.generate([[5, 6, 7, 8, 9]], params, progress=False)[0]
         assert (after.num_cached_tokens, after.outputs[0].token_ids) == (0, before.outputs[0].token_ids)
 

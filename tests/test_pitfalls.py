@@ -30,7 +30,7 @@ def test_pitfall_2_every_index_has_the_rank_its_reader_expects(lengths):
     for length in lengths:
         s.add(arrive(length))
     shapes = step_shapes(EngineConfig(max_num_seqs=8, max_num_batched_tokens=64))
-    inputs = Packer(shapes, page_size=4, num_pages=32).pack(s.schedule())
+    inputs = Packer(shapes, page_size=4, num_pages=[32]).pack(s.schedule())
     shape = inputs.shape
     assert inputs.tokens_T.shape == inputs.layout.positions_T.shape == inputs.layout.destinations_T.shape
     assert inputs.tokens_T.shape == (shape.num_tokens,)
@@ -73,11 +73,12 @@ def test_pitfall_6_each_thing_has_one_name():
 
 
 def test_pitfall_7_no_print_is_left_in_the_engine():
-    """Debug prints in the attention forward: only the command line and the start-up line print."""
+    """Debug prints in the attention forward: only the command line, starting, downloads and progress print."""
     printing = {
         path.relative_to(SRC).as_posix()
         for path in SRC.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("print", "jax.debug.print")
     }
-    assert {name for name in printing if not name.startswith("cli/")} == {"llm.py"}
+    allowed = {"llm.py", "progress.py", "checkpoint/hub.py", "capacity/compiled.py"}  # the last answers on its own pipe
+    assert {name for name in printing if not name.startswith("cli/")} == allowed

@@ -8,6 +8,7 @@ from quire.core.request import Request
 from quire.core.scheduler import WATCHED_ROUNDS
 from quire.device.inputs import INVALID
 from quire.testing import fake_engine
+from tests.effort import slow
 from tests.tiny import VOCAB, tiny_config, tiny_llm
 
 RNG = np.random.default_rng(5)
@@ -28,7 +29,7 @@ def one_round():
         yield llm
 
 
-@pytest.fixture(scope="module", params=[2, 5, 16])
+@pytest.fixture(scope="module", params=[slow(2), 5, slow(16)])
 def many_rounds(request):
     with tiny_llm(max_rounds=request.param, debug=True) as llm:
         yield llm
@@ -54,6 +55,7 @@ def request(name: str, **params) -> Request:
     return Request(id=name, prompt_token_ids=(1, 2, 3), params=SamplingParams(**params), stream=stream)
 
 
+@pytest.mark.slow
 def test_a_dispatch_of_k_rounds_makes_k_tokens_for_every_row():
     config = tiny_config(eos_ids=())
     with tiny_llm(config, max_rounds=16, num_pages=256) as llm:
@@ -115,6 +117,33 @@ def test_groups_are_small_when_somebody_watches_or_waits(reason):
     while engine.scheduler.running:
         sizes |= {len(event.token_ids) for event in engine.step()}
     assert max(sizes) == WATCHED_ROUNDS
+
+
+def test_a_dispatch_runs_no_more_rounds_than_any_of_its_requests_asks_for():
+    def run(**hurried):
+        engine = fake_engine(eos_ids=(), max_rounds=16, num_pages=40)
+        patient, quick = (
+            engine.add(request(name, seed=1, max_tokens=most, **params))[0]
+            for name, most, params in (("patient", 30, {}), ("quick", 12, hurried))
+        )
+        engine.step()
+        sizes = []
+        while engine.has_work:
+            sizes.append([len(event.token_ids) for event in engine.step()])
+        return sizes, patient.tokens, quick.tokens
+
+    sizes, *tokens = run(max_rounds=3)
+    assert sizes == [[3, 3]] * 3 + [[3, 2], [16], [1]]
+    free, *others = run()
+    assert free == [[16, 11], [13]]
+    assert tokens == others
+    assert run(max_rounds=1000) == (free, *others), "the engine's own limit holds"
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
+def test_a_limit_that_is_none_is_refused_by_name(value):
+    with pytest.raises(ValueError, match="max_rounds="):
+        SamplingParams(max_rounds=value)
 
 
 def test_who_waits_gets_the_place_of_the_first_budget_that_ends():

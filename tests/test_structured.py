@@ -40,8 +40,16 @@ def nested(depth: int) -> dict:
         ({"choice": [""] * (MAX_LEN + 2)}, "structured.choice has .* characters, at most"),
         ({"json_schema": {"enum": ["a" * MAX_LEN]}}, "structured.json_schema has .* characters, at most"),
         ({"json_schema": " " * MAX_LEN + "{}"}, "structured.json_schema has .* characters, at most"),
+        ({"json_schema": "true"}, "structured.json_schema must be an object, it is true"),
+        (
+            {"json_schema": {"x-guidance": {"whitespace_pattern": "ab"}}},
+            "structured.json_schema must have no 'x-guidanc",
+        ),
+        ({"json_schema": '{"x-guidance": {}}'}, "structured.json_schema must have no 'x-guidance'; `compact` says"),
+        ({"json_schema": {}, "compact": 1}, "structured.compact=1 must be True, False or None"),
+        ({"regex": "a", "compact": True}, "structured.compact is for json_schema and json_object, not for regex"),
     ],
-    ids=map(str, range(22)),
+    ids=map(str, range(27)),
 )
 def test_what_is_refused_is_named(fields, match):
     with pytest.raises(ValueError, match=match):
@@ -60,6 +68,13 @@ def test_a_schema_is_the_same_as_text_or_as_an_object_and_keeps_its_order():
     assert one != Structured(json_schema={"properties": {"a": {"const": "ü"}, "b": {}}})
     assert (one.kind, Structured(json_object=True).kind) == ("json_schema", "json_object")
     assert Structured(choice=["a", "b"]) == Structured(choice=("a", "b"))
+
+
+def test_a_schema_is_compact_unless_told_otherwise_and_any_object_is_not():
+    assert Structured(json_schema={}) == Structured(json_schema={}, compact=True)
+    assert Structured(json_schema={}) != Structured(json_schema={}, compact=False)
+    assert Structured(json_object=True) == Structured(json_object=True, compact=False)
+    assert Structured(regex="a").compact is None
 
 
 def test_sampling_params_take_nothing_else():

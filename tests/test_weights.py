@@ -82,11 +82,11 @@ def test_pages_of_two_versions_are_never_published(llm):
     engine.add(Request(id="r", prompt_token_ids=tuple(PROMPT), params=SamplingParams(max_tokens=30, ignore_eos=True)))
     for _ in range(3):
         engine.step()
-    known = engine.scheduler.tables.prefix_cache.num_pages
+    known = engine.scheduler.tables.pool.prefix_cache.num_pages
     engine.set_weights(other_params(), version=1)
     while engine.has_work:
         engine.step()
-    assert engine.scheduler.tables.prefix_cache.num_pages == known
+    assert engine.scheduler.tables.pool.prefix_cache.num_pages == known
     assert generate(llm).num_cached_tokens == 0
 
 

@@ -5,23 +5,38 @@ a model file says of itself. Neither knows jax.
 """
 
 import dataclasses
-import difflib
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from quire.field_error import FieldError
+from quire.field_error import FieldError, refuse_unknown_fields
+from quire.short_repr import short_repr
 
 DTYPES = ("bfloat16", "float32")
-ATTENTION_BACKENDS = ("auto", "native", "xla", "reference")
+ATTENTION_BACKENDS = ("auto", "native", "pallas", "pallas-int8", "xla", "reference")
 MATMULS = ("auto", "native", "xla")
-QUANTIZATIONS = (None, "int8")
+QUANTIZATIONS = (None, "int8", "int8-weights", "int4-weights", "mxfp4")
 PREEMPTIONS = ("auto", "swap", "recompute")
+ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 
 # Beyond these a number in a model file or a flag is a mistake or an attack, not a model.
 MAX_DIMENSION = 1 << 24
 MAX_PAGES = 1 << 30
 MAX_LAYERS = 4096
+MAX_EXPERTS = 4096
+MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
+MAX_ROUNDS = 1024
 MAX_EOS_IDS = 16
+MAX_DEVICES = 1 << 16
+
+MODEL_AXIS = "model"
+"""The mesh axis that a model is split over."""
+EXPERT_AXIS = "expert"
+"""The mesh axis that only experts are split over."""
+MESH_AXES = (MODEL_AXIS, EXPERT_AXIS)
 
 
 def knob(default: Any, text: str, *, expert: bool = False) -> Any:
@@ -29,12 +44,14 @@ def knob(default: Any, text: str, *, expert: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"help": text, "expert": expert})
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """How one engine runs. Ordinary knobs first, expert knobs after."""
 
     dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
-    quantize: str | None = knob(None, "int8: weights, and activations as they come; by default neither")
+    quantize: str | None = knob(None, "int8, or weights alone: int8-weights, int4-weights, mxfp4 (experts)")
+    mesh: str | None = knob(None, "devices to split the model over: model=4, or model=2,expert=2")
     page_size: int = knob(16, "token positions in one KV page")
     num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
     max_num_seqs: int = knob(64, "sequences that run at the same time, at most")
@@ -42,7 +59,7 @@ class EngineConfig:
     max_model_len: int | None = knob(None, "prompt plus generated tokens of one sequence, at most")
     max_rounds: int = knob(16, "tokens each sequence may generate before the host looks, at most")
     prefix_cache: bool = knob(True, "find and reuse the KV of prompts that begin alike")
-    preemption: str = knob("auto", "how pages are taken back when they run out: auto, swap or recompute")
+    preemption: str = knob("auto", "when pages run out: auto, swap or recompute")
     debug: bool = knob(False, "audit every step and poison freed pages with NaN")
 
     memory_budget: int | None = knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
@@ -51,7 +68,8 @@ class EngineConfig:
     )
     attention: str = knob(
         "auto",
-        "attention backend: auto (native on a CPU where it was built, else xla), native, xla or reference (slow)",
+        "attention backend: auto (native on a CPU where it was built, pallas on a TPU, else xla), native, pallas "
+        "(on a CPU interpreted: very slow), pallas-int8 (the same, KV in int8), xla or reference (slow)",
         expert=True,
     )
     matmul: str = knob(
@@ -65,16 +83,20 @@ class EngineConfig:
     log_timing: bool = knob(False, "log one line a second (logger quire): speed, and where the time goes", expert=True)
     fail_on_compile: bool = knob(False, "raise when anything compiles after warm-up", expert=True)
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
         _one_of("matmul", self.matmul, MATMULS)
         _one_of("quantize", self.quantize, QUANTIZATIONS)
         _one_of("preemption", self.preemption, PREEMPTIONS)
+        if self.mesh is not None:
+            parse_mesh(self.mesh)
         check_whole("page_size", self.page_size, 1, 4096)
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
-        check_whole("max_rounds", self.max_rounds, 1, 1024)
+        check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
@@ -82,6 +104,11 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, top)
+        if self.num_pages and self.max_model_len and self.max_model_len > self.num_pages * self.page_size + 1:
+            raise ValueError(
+                f"max_model_len={self.max_model_len} is more than the {self.num_pages * self.page_size} tokens that "
+                f"num_pages={self.num_pages} of page_size={self.page_size} hold; raise num_pages or lower max_model_len"
+            )
         if self.num_host_pages is not None:
             check_whole("num_host_pages", self.num_host_pages, 0, MAX_PAGES)
             if self.preemption == ("recompute" if self.num_host_pages else "swap"):
@@ -105,7 +132,10 @@ class EngineConfig:
 
 
 class EngineKnobs(TypedDict, total=False):
-    """The fields of `EngineConfig` by name, for functions that take them as keywords; defaults are stated there."""
+    """The fields of `EngineConfig` by name, for functions that take them as keywords; defaults are stated there.
+
+    But for `mesh`: those functions have a parameter of that name, which may also be a `jax.sharding.Mesh`.
+    """
 
     dtype: str
     quantize: str | None
@@ -127,39 +157,69 @@ class EngineKnobs(TypedDict, total=False):
     fail_on_compile: bool
 
 
-def engine_config(**knobs: Unpack[EngineKnobs]) -> EngineConfig:
-    """An EngineConfig from knobs by name; an unknown one is refused with those there are."""
-    names = [field.name for field in dataclasses.fields(EngineConfig)]
-    for knob in knobs:
-        if knob not in names:
-            near = difflib.get_close_matches(knob, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise ValueError(f"{knob} is not a knob of the engine; {hint}")
-    return EngineConfig(**knobs)
+def engine_config(*, mesh: str | None = None, **knobs: Unpack[EngineKnobs]) -> EngineConfig:
+    """An EngineConfig from knobs by name; an unknown one is refused with the nearest there is."""
+    return EngineConfig(mesh=mesh, **knobs)
 
 
+def parse_mesh(text: Any) -> dict[str, int]:
+    """How many devices each axis of a mesh has, from "axis=size,axis=size"; FieldError if that is not what it says."""
+    given = f"mesh={text!r}"
+    sizes: dict[str, int] = {}
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        axis, _, size = part.partition("=")
+        if not re.fullmatch("[0-9]{1,9}", size):
+            raise FieldError(f"{given} must say how many devices an axis has, such as 'model=4'", field="mesh")
+        if axis not in MESH_AXES:
+            known = "'model', as in 'model=4', and for mixtures of experts 'expert'"
+            raise FieldError(f"{given} has an axis {axis!r}; there are {known}", field="mesh")
+        if axis in sizes:
+            raise FieldError(f"{given} has the axis {axis!r} twice", field="mesh")
+        check_whole(f"{given}: {axis}", int(size), 1, MAX_DEVICES, field="mesh")
+        sizes[axis] = int(size)
+    return sizes
+
+
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How rotary frequencies are stretched beyond the context a model was first trained on."""
 
-    kind: Literal["linear", "llama3", "factors"]
+    kind: Literal["linear", "llama3", "yarn", "proportional", "factors"]
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_len: int = 8192
+    beta_fast: float = 32.0
+    """For "yarn": pairs that turn more often than this over the original length are left as they are."""
+    beta_slow: float = 1.0
+    """For "yarn": pairs that turn less often than this are stretched by the whole factor."""
+    truncate: bool = True
+    """For "yarn": whether the pairs between which is blended are rounded to whole ones."""
+    proportion: float = 1.0
+    """For "proportional": the share of a head's pairs that turn, the fastest ones; the others stand still."""
     factors: tuple[float, ...] = ()
-    """For "factors": what each pair's frequency is divided by, as a GGUF file carries it."""
+    """For "factors": what each pair's frequency is divided by, as LongRoPE has it and GGUF files carry it."""
+    attention_factor: float = 1.0
+    """What cosine and sine are multiplied by."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
             _positive(name, getattr(self, name), 1e6)
         for factor in self.factors:
             _positive("factors", factor, 1e6)
+        _positive("proportion", self.proportion, 1.0)
+        _true_or_false("truncate", self.truncate)
         check_whole("original_max_len", self.original_max_len, 1, MAX_DIMENSION)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(f"high_freq_factor={self.high_freq_factor} must be above {self.low_freq_factor=}")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast} must be above {self.beta_slow=}")
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """Rotary position embedding of one layer."""
@@ -167,11 +227,22 @@ class RotaryConfig:
     theta: float = 10_000.0
     """Base of the frequencies."""
     scaling: RopeScaling | None = None
+    dims: int | None = None
+    """How many of a head's first dimensions are turned; None for all."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         _positive("rope_theta", self.theta, 1e12)
+        if self.scaling and self.scaling.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"rope_theta={self.theta!r} must be above 1 where it is scaled by yarn")
+        if self.dims is not None:
+            check_whole("rotary dims", self.dims, 2, MAX_DIMENSION)
+            if self.dims % 2:
+                raise ValueError(f"rotary dims={self.dims} must be even: rotary embeddings turn pairs")
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """What one layer attends with."""
@@ -181,24 +252,43 @@ class AttentionConfig:
     head_dim: int
     window: int | None = None
     """How many positions a token sees, itself included; None for all before it."""
-    rotary: RotaryConfig = dataclasses.field(default_factory=RotaryConfig)
+    rotary: RotaryConfig | None = dataclasses.field(default_factory=RotaryConfig)
+    """How q and k are turned by their positions; None where they are not."""
     softmax_scale: float | None = None
     """What scores are multiplied by; None for 1 / sqrt(head_dim)."""
+    soft_cap: float | None = None
+    """Scores s, already multiplied, become soft_cap * tanh(s / soft_cap); None where they stay."""
+    v_is_k: bool = False
+    """Whether K and V come from one projection."""
+    unpadded_heads: tuple[int, int] | None = None
+    """Query heads and KV heads of the model itself, where a mesh runs more of them; see `device/models/padding.py`."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
             check_whole(name, getattr(self, name), 1, MAX_DIMENSION)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
-        factors = self.rotary.scaling.factors if self.rotary.scaling else ()
-        if factors and len(factors) != self.head_dim // 2:
-            raise ValueError(f"{len(factors)} rope factors for head_dim={self.head_dim}")
+        if self.rotary is not None:
+            self._check_rotary(self.rotary)
         if self.window is not None:
             check_whole("window", self.window, 1, MAX_DIMENSION)
-        if self.softmax_scale is not None:
-            _positive("softmax_scale", self.softmax_scale, 1e6)
+        for name in ("softmax_scale", "soft_cap"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name), 1e6)
+
+    def _check_rotary(self, rotary: RotaryConfig) -> None:
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
+        dims = self.head_dim if rotary.dims is None else rotary.dims
+        if dims > self.head_dim:
+            raise ValueError(f"rotary dims={dims} must be at most head_dim={self.head_dim}")
+        factors = rotary.scaling.factors if rotary.scaling else ()
+        if factors and len(factors) != dims // 2:
+            raise ValueError(
+                f"{len(factors)} rope factors for {dims} rotary dimensions; there must be one for each pair"
+            )
 
     @property
     def group_size(self) -> int:
@@ -211,12 +301,39 @@ class AttentionConfig:
         return self.head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
 
 
+@refuse_unknown_fields
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """A mixture of experts: each token takes a few of many feed-forwards, and adds them up by weight."""
+
+    num_experts: int
+    num_experts_per_token: int
+    intermediate_size: int
+    """Of one expert."""
+    normalize_weights: bool = False
+    """Whether the weights of a token's experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that have a plain feed-forward instead, of the model's `intermediate_size`."""
+
+    __repr__ = short_repr
+
+    def __post_init__(self) -> None:
+        check_whole("num_experts", self.num_experts, 1, MAX_EXPERTS)
+        check_whole("num_experts_per_token", self.num_experts_per_token, 1, self.num_experts)
+        check_whole("intermediate_size", self.intermediate_size, 1, MAX_DIMENSION)
+        if not isinstance(self.normalize_weights, bool):
+            raise ValueError(f"normalize_weights={self.normalize_weights!r} must be true or false")
+        for i in self.dense_layers:
+            check_whole("dense_layers", i, 0, MAX_LAYERS - 1)
+
+
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The shape of one decoder, as its checkpoint describes it."""
 
     architecture: str
-    """Which file of `device/models` runs it: llama, mistral, qwen2 or qwen3."""
+    """Which file of `device/models` runs it, such as llama."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -225,8 +342,24 @@ class ModelConfig:
     max_len: int
     """The longest context the model was trained for, in tokens."""
     norm_eps: float = 1e-5
+    norm_offset: float = 0.0
+    """Added to the weights of norms: checkpoints of some models (Gemma) keep them less 1."""
+    activation: str = "silu"
+    """Of the feed-forward's gate: silu, gelu_tanh, or swiglu_oai, which is gpt-oss's and clamped."""
+    embedding_multiplier: float = 1.0
+    """What a token's embedding is multiplied by where it enters the first layer."""
+    residual_multiplier: float = 1.0
+    """What a layer adds to the residual stream is multiplied by this."""
+    logits_divisor: float = 1.0
+    """What logits are divided by."""
+    logits_soft_cap: float | None = None
+    """Logits x become logits_soft_cap * tanh(x / logits_soft_cap); None where they stay."""
     tie_embeddings: bool = False
     eos_ids: tuple[int, ...] = ()
+    experts: ExpertsConfig | None = None
+    """Of a mixture of experts."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "max_len"):
@@ -235,17 +368,67 @@ class ModelConfig:
             raise ValueError("attention must be a tuple with an AttentionConfig for each layer")
         check_whole("num_layers", len(self.attention), 1, MAX_LAYERS)
         _positive("norm_eps", self.norm_eps, 1.0)
+        if self.norm_offset not in (0.0, 1.0):
+            raise ValueError(f"norm_offset={self.norm_offset!r} must be 0 or 1")
+        _one_of("activation", self.activation, ACTIVATIONS)
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+            _positive(name, getattr(self, name), 1e6)
+        if self.logits_soft_cap is not None:
+            _positive("logits_soft_cap", self.logits_soft_cap, 1e6)
         if len(self.eos_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_ids has {len(self.eos_ids)} ids, at most {MAX_EOS_IDS} are allowed")
         for token_id in self.eos_ids:
             check_whole("eos_ids", token_id, 0, self.vocab_size - 1)
-        if not isinstance(self.tie_embeddings, bool):
-            raise ValueError(f"tie_embeddings={self.tie_embeddings!r} must be true or false")
+        _true_or_false("tie_embeddings", self.tie_embeddings)
+        if self.experts is not None:
+            self._check_experts(self.experts)
+
+    def _check_experts(self, experts: Any) -> None:
+        if not isinstance(experts, ExpertsConfig):
+            raise ValueError(f"experts={experts!r} must be an ExpertsConfig")
+        if self.num_layers * experts.num_experts > MAX_EXPERTS_OF_ALL_LAYERS:
+            raise FieldError(
+                f"num_experts={experts.num_experts} in each of {self.num_layers} layers: it must be at most "
+                f"{MAX_EXPERTS_OF_ALL_LAYERS // self.num_layers:,} for so many layers",
+                field="num_experts",
+            )
+
+    @classmethod
+    def from_folder(cls, path: str | PathLike[str]) -> "ModelConfig":
+        """What the config.json of a model's folder says; nothing else of it is read."""
+        from quire.checkpoint.safetensors_folder import config_of_folder
+
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            raise ValueError(f"{str(path)!r} is no folder; of a GGUF file, LLM(path).model_config is the config")
+        return config_of_folder(folder)
 
     @property
     def num_layers(self) -> int:
         """Layers of the decoder."""
         return len(self.attention)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer's feed-forward is a mixture of experts."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def pools(self, windows: Sequence[int]) -> list[int]:
+        """For each layer, which pool of pages keeps its KV.
+
+        Layers with one of these windows have pools of their own, from 1 on; the others keep every position in pool 0.
+        """
+        pool_of = {window: pool for pool, window in enumerate(windows, 1)}
+        return [pool_of.get(layer.window or 0, 0) for layer in self.attention]
+
+
+@dataclass(frozen=True)
+class WindowPoolSize:
+    """The pool of pages of the layers that see only a window."""
+
+    window: int
+    num_pages: int
+    pages_per_row: int
+    """Pages that one sequence holds at most."""
 
 
 def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None = None) -> None:
@@ -258,6 +441,11 @@ def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None
 def _positive(name: str, value: Any, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
         raise FieldError(f"{name}={value!r} must be a number above 0, at most {high:g}", field=name)
+
+
+def _true_or_false(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise FieldError(f"{name}={value!r} must be true or false", field=name)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:

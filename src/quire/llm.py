@@ -4,31 +4,36 @@ An `LLM` is an engine, its tokenizer and a loop. It keeps no state of its own be
 programs belong to the engine and live on.
 """
 
-import signal
+import itertools
 import sys
-import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Set as AbstractSet
+from contextlib import closing
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack, overload
 
+import numpy as np
 from jax.sharding import Mesh
-from tqdm import tqdm
 
-from quire.checkpoint.load import load_model
+from quire.checkpoint.load import find_model, load_model
 from quire.config import EngineConfig, EngineKnobs, ModelConfig, engine_config
+from quire.core.default_params import default_params, describe
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
-from quire.core.sequence import TokenEvent
+from quire.core.sequence import Version
 from quire.device.compile_cache import use_compile_cache
-from quire.device.mesh import make_mesh
-from quire.device.models.weights import place_params
+from quire.device.memory import return_freed_memory
+from quire.device.mesh import check_mesh, mesh_of
+from quire.device.models.tensors import engine_dtype, has_tensor_names
+from quire.device.models.weights import params_from_tensors, place_params
+from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
 from quire.engine.engine import Engine
-from quire.outputs import CompletionOutput, RequestOutput, TextChunk
-from quire.text.detokenizer import Detokenizer
+from quire.interrupts import Interrupts
+from quire.job import GenerationInterrupted, Job, ReadyPrompt, naming_prompt
+from quire.outputs import RequestOutput, TextChunk, embedding_of, new_text
+from quire.progress import JobProgress, StartProgress
 from quire.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -38,24 +43,35 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate. A context manager; `close` gives its memory back."""
 
+    _embedding = EmbeddingConfig()
+    """How the model embeds where nobody says otherwise; its files may know better."""
+
     def __init__(
         self,
         model: str | Path,
         *,
-        mesh: Mesh | None = None,
+        revision: str | None = None,
+        mesh: Mesh | str | None = None,
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> None:
-        """Load `model`: a folder, a GGUF file or `org/name@commit`.
+        """Load `model`: a folder, a GGUF file or a name on the hub (`org/name`, `org/name:Q4_K_M`, `org/name@commit`).
+
+        `revision` is a commit, branch or tag on the hub, where the name has none; docs/models.md says more.
 
         The knobs are the fields of `EngineConfig`, and have its defaults: dtype, quantize, page_size, num_pages,
         max_num_seqs, max_num_batched_tokens, max_model_len, max_rounds, prefix_cache, preemption, debug, and a few for
-        experts. `quiet` prints nothing.
+        experts. `quiet` prints nothing, now and while it generates.
+
+        `mesh` says which devices the model is split over: "model=4" for the first four, or a `jax.sharding.Mesh` of one
+        axis, `model`. By default it runs on one.
         """
-        config, mesh = engine_config(**knobs), mesh or make_mesh()
-        with _bar("loading", "layer", quiet) as bar:
-            loaded = load_model(model, mesh=mesh, dtype=config.dtype, progress=partial(_advance, bar))
-        self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet)
+        config, mesh = _configure(mesh, knobs)
+        path = find_model(model, revision, quiet=quiet)
+        with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
+            loaded = load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update)
+        self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet, loaded.generation_config)
+        self._embedding = loaded.embedding
 
     @classmethod
     def from_params(
@@ -64,24 +80,34 @@ class LLM:
         params: Any,
         tokenizer: Tokenizer | None = None,
         *,
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> "LLM":
-        """Use weights that are already in this program, laid out as docs/weights.md says; their type is the engine's.
+        """Use weights that are already in this program; unless `dtype` is given, their type is the engine's.
 
-        `quire.device.models.weights.params_from_tensors` makes them from arrays under Hugging Face names.
+        `params` is a tree as in docs/weights.md, or maps Hugging Face names to arrays: those are cast to `dtype`.
         """
-        mesh = mesh or make_mesh()
-        if "embed" not in params:
-            raise ValueError(
-                "params has no 'embed'; arrays under Hugging Face names go through params_from_tensors first"
-            )
-        knobs.setdefault("dtype", str(params["embed"].dtype))
-        config = engine_config(**knobs)
-        params = place_params(model_config, params, mesh=mesh, dtype=config.dtype)
+        if has_tensor_names(params):
+            if dtype := engine_dtype(params):
+                knobs.setdefault("dtype", dtype)
+            config, mesh = _configure(mesh, knobs)
+            params = params_from_tensors(model_config, params, mesh=mesh, dtype=config.dtype)
+        elif "embed" not in params:
+            raise ValueError(f"params has no 'embed' and no Hugging Face names, but {', '.join(map(repr, params))}")
+        else:
+            knobs.setdefault("dtype", str(params["embed"].dtype))
+            config, mesh = _configure(mesh, knobs)
+            params = place_params(model_config, params, mesh=mesh, dtype=config.dtype)
         llm = cls.__new__(cls)
         llm._start(model_config, params, tokenizer, config, mesh, quiet)
+        return llm
+
+    @classmethod
+    def from_engine(cls, engine: Engine, *, quiet: bool = False) -> "LLM":
+        """Generate with an engine that is there already; `close` closes it."""
+        llm = cls.__new__(cls)
+        llm._engine, llm._quiet, llm._default_params = engine, quiet, SamplingParams()
         return llm
 
     def _start(
@@ -92,22 +118,25 @@ class LLM:
         config: EngineConfig,
         mesh: Mesh,
         quiet: bool,
+        generation_config: Mapping[str, Any] | None = None,
     ) -> None:
         use_compile_cache(config.compile_cache)
-        with _bar("compiling", "program", quiet) as bar:
+        self._default_params, notes = default_params(generation_config or {})
+        self._quiet = quiet
+        with closing(StartProgress("compiling", "program", quiet=quiet)) as progress:
             self._engine: Engine | None = Engine(
-                model,
-                params,
-                config,
-                tokenizer=tokenizer,
-                mesh=mesh,
-                progress=lambda done, total, what: _advance(bar, done, total, what),
+                model, params, config, tokenizer=tokenizer, mesh=mesh, progress=progress.update
             )
         if not quiet:
             runner = self._engine.runner
             print(f"quire: {self._engine.capacity}; {runner.num_programs} programs", file=sys.stderr)
-            for note in runner.notes:
+            if stated := describe(self._default_params):
+                notes.append(f"this model's sampling, unless a request says otherwise: {stated}")
+            for note in (*runner.notes, *notes):
                 print(f"quire: {note}", file=sys.stderr)
+
+    def __repr__(self) -> str:
+        return "<LLM, closed>" if self._engine is None else f"<LLM {self._engine!r}>"
 
     @property
     def engine(self) -> Engine:
@@ -117,17 +146,55 @@ class LLM:
         return self._engine
 
     @property
+    def default_params(self) -> SamplingParams:
+        """How this model is sampled from when no params are given: what its generation_config.json states."""
+        return self._default_params
+
+    @property
+    def embedding_config(self) -> EmbeddingConfig:
+        """How this model embeds when a call does not say: what its sentence-transformers files state."""
+        return self._embedding
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; an error if it has none."""
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer: give token ids instead of text")
         return self.engine.tokenizer
 
+    @property
+    def model_config(self) -> ModelConfig:
+        """The shape of the model."""
+        return self.engine.model
+
+    @property
+    def params(self) -> Any:
+        """The weights in the layout of docs/weights.md. Copies, made each time: keep them, change them, donate them.
+
+        `LLM.from_params(llm.model_config, llm.params)` is the same model. ValueError with quantize, which does not
+        keep what it was made from.
+        """
+        return self.engine.params
+
+    def set_weights(
+        self,
+        params: Any,
+        version: Version | None = None,
+        running: Literal["keep", "recompute", "abort"] = "keep",
+        *,
+        copy: bool = True,
+    ) -> list[TokenSequence]:
+        """Compute with other weights of the same shape from now on: see `Engine.set_weights`."""
+        return self.engine.set_weights(params, version, running, copy=copy)
+
     def close(self) -> None:
-        """Abort what runs and give weights and pages back."""
-        if self._engine is not None:
-            self._engine.reset()
+        """Abort what runs, and give weights, pages and compiled programs back to the system."""
+        if self._engine is None:
+            return
+        with Interrupts():
+            self._engine.close()
             self._engine = None
+        return_freed_memory()
 
     def __enter__(self) -> "LLM":
         return self
@@ -139,38 +206,71 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
         progress: bool = True,
     ) -> list[RequestOutput]:
         """Continue every prompt; outputs come in the order of the prompts.
 
-        A prompt is text or token ids; `params` is one for all or one for each. Every prompt is checked before the first
-        one runs. Prefixes are found in the cache only under the same `cache_salt`. Ctrl-C aborts what this call started
-        and is raised again.
+        A prompt is text or token ids; `params` is one for all or one for each, and without any `default_params`. Every
+        prompt is checked before the first one runs. Prefixes are found in the cache only under the same `cache_salt`.
+        Ctrl-C aborts what this call started and raises GenerationInterrupted, a KeyboardInterrupt whose `outputs` are
+        those that had finished. An error in the middle has `outputs` as well.
         """
-        requests = self._requests(_prompt_list(prompts), params, cache_salt)
-        with self._running(requests) as groups, _bar("generating", "sequence", not progress) as bar:
-            alive = sequences = [sequence for group in groups for sequence in group]
-            while alive:
-                if any(event.finish_reason for event in self._step()) or not self.engine.has_work:
-                    alive = [sequence for sequence in alive if sequence.finish_reason is None]
-                    _advance(bar, len(sequences) - len(alive), len(sequences))
-        return [_request_output(group) for group in groups]
+        outputs: list[RequestOutput] = []
+        job: Job | None = None
+        try:
+            with Interrupts() as interrupts:
+                ready = interrupts.let_through(lambda: self.checked(prompts, params, cache_salt))
+                job = Job(iter(ready), self._progress(progress, sum(one.request.params.n for one in ready)))
+                for output in self._run(job, interrupts):
+                    outputs.append(output)
+            return _in_order(outputs)
+        except KeyboardInterrupt:
+            raise GenerationInterrupted(_in_order([*outputs, *(job.finished if job else ())])) from None
+        except Exception as error:
+            if job:
+                error.outputs = _in_order(outputs)  # pyright: ignore[reportAttributeAccessIssue]
+                error.add_note(f"{len(outputs)} prompts had finished: they are in the `outputs` of this error")
+            raise
+
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        progress: bool = True,
+    ) -> Iterator[RequestOutput]:
+        """Continue every prompt; outputs come as they end, and `index` says which prompt each of them answers.
+
+        Prompts, and `params` if there is one for each, are read as rows come free: a generator may have more of them
+        than memory holds. Nothing runs but while an output is asked for, and leaving the loop aborts what runs.
+        A prompt that can never run ends the reading, as an error of the generator does: it is raised once every prompt
+        before it has been handed out. Ctrl-C raises GenerationInterrupted; its `outputs` had finished and were still to
+        be handed out.
+        """
+        self.engine  # noqa: B018 - raises if it is closed
+        given = _prompts(prompts)
+        each, num_sequences = _params_of_each(self.default_params if params is None else params, given)
+        ready = self._ready(given, each, cache_salt)
+        return self._run(Job(ready, self._progress(progress, num_sequences)), Interrupts())
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[TextChunk]:
         """Continue one prompt, handing out text as it becomes certain. Leaving the loop early aborts the request."""
-        prompts = _prompt_list(prompt)
+        prompts = list(_prompts(prompt))
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, {len(prompts)} were given; generate takes many")
-        (request,) = self._requests(prompts, params, cache_salt, stream=True)
-        self.engine.check(request)
-        return self._stream(request)
+        each, _ = _params_of_each(self.default_params if params is None else params, prompts)
+        (ready,) = self._ready(prompts, each, cache_salt, stream=True)
+        self.engine.check(ready.request)
+        return self._stream(ready.request)
 
+    @overload
     def chat(
         self,
         messages: Sequence[Message],
@@ -178,62 +278,172 @@ class LLM:
         *,
         cache_salt: str = "",
         progress: bool = False,
-    ) -> RequestOutput:
-        """Answer a conversation, rendered by the model's own chat template."""
-        return self.generate([self.chat_prompt(messages)], params, cache_salt=cache_salt, progress=progress)[0]
+    ) -> RequestOutput: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> list[RequestOutput]: ...
+    def chat(self, messages: Sequence[Any], params: Any = None, *, cache_salt: str = "", progress: bool = False) -> Any:
+        """Answer a conversation, or each of a list of them, rendered by the model's own chat template.
+
+        One conversation is a list of messages and has one answer; a list of conversations has a list of answers.
+        """
+        if not messages:
+            raise ValueError("messages is empty: give a conversation, or a list of conversations")
+        if isinstance(messages, str):
+            raise ValueError('messages is a string: give messages, such as [{"role": "user", "content": "Hello"}]')
+        is_one = isinstance(messages[0], Mapping)
+        prompts = self._chat_prompts([messages] if is_one else messages)
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
+        return outputs[0] if is_one else outputs
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins; messages cannot write control tokens."""
         return self.tokenizer.encode_chat(messages)
 
-    def score(self, token_ids: Sequence[int]) -> list[float]:
-        """The log-probability of each token given those before it: entry i is that of `token_ids[i + 1]`.
+    @overload
+    def score(
+        self, token_ids: Sequence[int], *, start: int = 1, cache_salt: str = "", progress: bool = False
+    ) -> np.ndarray: ...
+    @overload
+    def score(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        start: int | Sequence[int] = 1,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> list[np.ndarray]: ...
+    def score(
+        self,
+        token_ids: Sequence[Any],
+        *,
+        start: int | Sequence[int] = 1,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> Any:
+        """The log-probability of each token from `start` on, given all before it: entry i is of `token_ids[start + i]`.
 
-        Computed by the same forward, pages and chunks that generate; nothing is drawn.
+        An array in float32; of a list of sequences a list of arrays, computed in batches, with one `start` for all or
+        one for each. What lies before it is read from the prefix cache where that has it. By the same forward, pages
+        and chunks that generate; nothing is drawn.
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=True)
-        (output,) = self.generate([token_ids], params, progress=False)
-        return [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
+        is_one = len(token_ids) == 0 or is_one_prompt(plain(token_ids))
+        prompts = [token_ids] if is_one else token_ids
+        starts = plain(start)
+        starts = [starts] * len(prompts) if not isinstance(starts, Sequence) else starts
+        if len(starts) != len(prompts):
+            raise ValueError(f"start has {len(starts)} numbers for {len(prompts)} sequences: give one for each, or one")
+        params = [SamplingParams(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=each) for each in starts]
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
+        scores = [
+            np.array([entry.logprob for entry in output.prompt_logprobs or () if entry], np.float32)
+            for output in outputs
+        ]
+        return scores[0] if is_one else scores
+
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
+        dimensions: int | None = None,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> np.ndarray:
+        """The embedding of a prompt, text or token ids, in float32; of a list of prompts, one row for each.
+
+        Pooling is "last" for the hidden state of the last token or "mean" for the mean of all; `normalize` makes it a
+        vector of length 1. Without either the model's own files decide (`embedding_config`): the last token,
+        normalised, where these say nothing. `dimensions` keeps the first so many numbers, before normalising. By the
+        same scheduler, pages and chunks that generate; nothing is drawn.
+        """
+        prompts = plain(prompts)
+        how = self.embedding_config.changed(pooling, normalize)
+        check_dimensions(dimensions, self.model_config.hidden_size)
+        params = SamplingParams(max_tokens=0, pooling=how.pooling)
+        outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
+        rows = [embedding_of(output, normalize=how.normalize, dimensions=dimensions) for output in outputs]
+        if is_one_prompt(prompts):
+            return rows[0]
+        return np.stack(rows) if rows else np.zeros((0, dimensions or self.model_config.hidden_size), np.float32)
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def _requests(self, prompts: Sequence[Prompt], params: Any, cache_salt: str, stream: bool = False) -> list[Request]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
-            raise ValueError(f"params={params!r} must be SamplingParams(...), or a list with one for each prompt")
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} params for {len(prompts)} prompts: give one, or one for each")
-        call = uuid.uuid4().hex[:8]
-        common = {"cache_salt": cache_salt, "stream": stream}
-        return [
-            Request(id=f"{call}-{i}", prompt_token_ids=tuple(self._tokens(prompt)), params=one, **common)
-            for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
-        ]
+    def checked(self, prompts: Any, params: Any, cache_salt: str = "") -> list[ReadyPrompt]:
+        """Requests for prompts, as `generate` takes them, each of them one that can run. Any thread may call this."""
+        given = list(_prompts(prompts))
+        each, _ = _params_of_each(self.default_params if params is None else params, given)
+        ready = list(self._ready(given, each, cache_salt))
+        for prompt in ready:
+            with naming_prompt(prompt.index):
+                self.engine.check(prompt.request)
+        return ready
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [_plain(token) for token in _plain(prompt)]
+    def _ready(
+        self, prompts: Iterable[Any], each: Iterator[SamplingParams], cache_salt: str, stream: bool = False
+    ) -> Iterator[ReadyPrompt]:
+        """Make a request of one prompt after the other."""
+        call = uuid.uuid4().hex
+        for index, given in enumerate(prompts):
+            prompt, params = plain(given), next(each, None)
+            if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
+                raise ValueError(f"prompts[{index}]={prompt!r} must be text or a list of token ids")
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"params[{index}]={params!r} must be SamplingParams(...), one for each prompt")
+            with naming_prompt(index):
+                text = prompt if isinstance(prompt, str) else None
+                token_ids = tuple(self.tokenizer.encode(text) if text is not None else map(plain, prompt))
+            request_id = f"{call}-{index}"
+            request = Request(
+                id=request_id, prompt_token_ids=token_ids, params=params, cache_salt=cache_salt, stream=stream
+            )
+            yield ReadyPrompt(index, request, text)
 
-    @contextmanager
-    def _running(self, requests: list[Request]) -> Iterator[list[list[TokenSequence]]]:
-        """Check every request, admit them all, and abort what is alive when the block is left, however it is left."""
-        engine = self.engine
-        for request in requests:
-            engine.check(request)
+    def _chat_prompts(self, conversations: Sequence[Sequence[Message]]) -> Iterator[list[int]]:
+        for index, messages in enumerate(conversations):
+            with naming_prompt(index, of="messages"):
+                prompt = self.chat_prompt(messages)
+            yield prompt
+
+    def _progress(self, progress: bool, num_sequences: int | None) -> JobProgress:
+        return JobProgress(num_sequences, quiet=self._quiet or not progress)
+
+    def _run(self, job: Job, interrupts: Interrupts) -> Iterator[RequestOutput]:
+        """Hand out what a job finishes. However this is left, nothing of the job is left in the engine."""
         try:
-            with _interrupts_wait():
-                groups = [engine.add(request) for request in requests]
-            yield groups
+            while True:
+                with interrupts:
+                    if not job.advance(self.engine, interrupts):
+                        return
+                while job.finished:
+                    output = job.finished[0]
+                    del job.finished[0]  # no call between taking and handing out: there Ctrl-C could lose it
+                    yield output
+        except KeyboardInterrupt:
+            with interrupts:
+                job.collect()
+                job.abort(self._engine)
+                raise GenerationInterrupted(_in_order(job.finished)) from None
         finally:
-            with _interrupts_wait():
-                for request in requests:
-                    engine.abort(request.id) if engine.is_owned_here else engine.abort_soon(request.id)
+            with interrupts:
+                job.abort(self._engine)
 
     def _stream(self, request: Request) -> Iterator[TextChunk]:
-        with self._running([request]) as (sequences,):
+        interrupts = Interrupts()
+        try:
+            with interrupts:
+                sequences = self.engine.add(request)
             sent = dict.fromkeys(sequences, 0)  # tokens handed out, of those whose end has not been
             while sent:
-                self._step()
+                with interrupts:
+                    self.engine.step()
                 for sequence in list(sent):
                     token_ids = sequence.output_token_ids[sent[sequence] :]
                     reason = sequence.finish_reason
@@ -243,88 +453,55 @@ class LLM:
                     if reason:
                         del sent[sequence]
                     yield TextChunk(sequence.index, new_text(sequence), token_ids, reason and str(reason))
-
-    def _step(self) -> list[TokenEvent]:
-        with _interrupts_wait():
-            return self.engine.step()
-
-
-@contextmanager
-def _interrupts_wait() -> Iterator[None]:
-    """Hold Ctrl-C back until a step is whole, so that an abort finds the engine between two steps."""
-    before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or before is None:
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-    if came:
-        signal.raise_signal(signal.SIGINT)
+        finally:
+            with interrupts:
+                if self._engine:
+                    self._engine.abort_now_or_soon(request.id)
 
 
-def _prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt or many, as lists; arrays of token ids are as good as lists."""
-    if isinstance(prompts, str):
+def _configure(mesh: Mesh | str | None, knobs: EngineKnobs) -> tuple[EngineConfig, Mesh]:
+    if isinstance(mesh, Mesh):
+        return engine_config(**knobs), check_mesh(mesh)
+    config = engine_config(mesh=mesh, **knobs)
+    return config, mesh_of(config.mesh)
+
+
+def _prompts(prompts: Any) -> Iterable[Any]:
+    """One prompt or many, as something to read prompts from; arrays of token ids are as good as lists."""
+    prompts = plain(prompts)
+    if is_one_prompt(prompts):
         return [prompts]
-    prompts = _plain(prompts)
-    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping | AbstractSet):
         raise ValueError(f"prompts={prompts!r} must be text, a list of token ids, or a list of either")
-    entries = [_plain(entry) for entry in prompts]
-    if entries and all(isinstance(entry, int) for entry in entries):
-        return [entries]
-    for i, entry in enumerate(entries):
-        if not isinstance(entry, str | Sequence) or isinstance(entry, bytes):
-            raise ValueError(f"prompts[{i}]={entry!r} must be text or a list of token ids")
-    return entries
+    return prompts
 
 
-def _plain(value: Any) -> Any:
+def is_one_prompt(prompts: Any) -> bool:
+    """Whether this is a single prompt: text, or token ids."""
+    if isinstance(prompts, str):
+        return True
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, bytes)
+    return is_list and len(prompts) > 0 and isinstance(plain(prompts[0]), int)
+
+
+def _params_of_each(params: Any, prompts: Iterable[Any]) -> tuple[Iterator[SamplingParams], int | None]:
+    """The parameters of one prompt after the other, and how many sequences that makes in all, if that is known."""
+    num_prompts = len(prompts) if isinstance(prompts, Sized) else None
+    if isinstance(params, SamplingParams):
+        return itertools.repeat(params), None if num_prompts is None else num_prompts * params.n
+    if isinstance(params, Iterator):
+        return params, None
+    if not isinstance(params, Sequence) or not all(isinstance(one, SamplingParams) for one in params):
+        raise ValueError(f"params={params!r} must be SamplingParams(...), or a list with one for each prompt")
+    if num_prompts is not None and len(params) != num_prompts:
+        raise ValueError(f"{len(params)} params for {num_prompts} prompts: give one, or one for each")
+    return iter(params), sum(one.n for one in params)
+
+
+def plain(value: Any) -> Any:
     """A numpy or jax array, or a number of theirs, as plain Python."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def new_text(sequence: TokenSequence) -> str:
-    """Text that has become certain since the last call."""
-    if not isinstance(sequence.detokenizer, Detokenizer):
-        return ""
-    sequence.detokenizer.advance(sequence.output_token_ids)
-    return (
-        sequence.detokenizer.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.detokenizer.take()
-    )
-
-
-def _request_output(sequences: list[TokenSequence]) -> RequestOutput:
-    first = sequences[0]
-    outputs = [
-        CompletionOutput(
-            index=sequence.index,
-            token_ids=sequence.output_token_ids,
-            text=new_text(sequence),
-            finish_reason=str(sequence.finish_reason),
-            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
-            weight_versions=sequence.weight_versions,
-        )
-        for sequence in sequences
-    ]
-    return RequestOutput(
-        prompt_token_ids=list(first.request.prompt_token_ids),
-        outputs=outputs,
-        prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs else None,
-        num_cached_tokens=first.num_cached_tokens,
-    )
-
-
-def _bar(what: str, unit: str, quiet: bool) -> tqdm:
-    """A progress bar on the terminal; nothing where standard error is none."""
-    return tqdm(desc=what, unit=f" {unit}", disable=True if quiet else None, leave=False)
-
-
-def _advance(bar: tqdm, done: int, total: int, what: str = "") -> None:
-    bar.total = total
-    bar.update(done - bar.n)
-    if what:
-        bar.set_postfix_str(what)
+def _in_order(outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
+    return sorted(outputs, key=lambda output: output.index)

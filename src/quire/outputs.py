@@ -1,8 +1,15 @@
-"""What a caller gets back."""
+"""What a caller gets back, and how it is made of sequences."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import TokenLogprob, Version
+from quire.embedding import finish_embedding
+from quire.short_repr import short_repr
+from quire.text.detokenizer import Detokenizer
 
 
 @dataclass(slots=True)
@@ -21,6 +28,8 @@ class CompletionOutput:
     weight_versions: list[Version] = field(default_factory=list)
     """For each of `token_ids`, the weights it was drawn under."""
 
+    __repr__ = short_repr
+
 
 @dataclass(slots=True)
 class RequestOutput:
@@ -32,6 +41,15 @@ class RequestOutput:
     """One for each prompt token, None for the first, when asked for."""
     num_cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache."""
+    index: int = 0
+    """Which of the prompts of its call this answers."""
+    prompt: str | None = None
+    """The prompt as it was given, if that was text."""
+    embedding: np.ndarray | None = field(default=None, repr=False, compare=False)
+    """With `pooling`: the hidden state of the prompt's last token, or the mean of all, as the model computes it;
+    `LLM.embed` normalises it."""
+
+    __repr__ = short_repr
 
 
 @dataclass(slots=True)
@@ -42,3 +60,54 @@ class TextChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+
+    __repr__ = short_repr
+
+
+def embedding_of(output: RequestOutput, *, normalize: bool, dimensions: int | None = None) -> np.ndarray:
+    """The embedding in an answer, finished; RuntimeError if there is none."""
+    if output.embedding is None:
+        raise RuntimeError("the prompt was aborted before it was embedded")
+    return finish_embedding(output.embedding, normalize=normalize, dimensions=dimensions)
+
+
+def new_text(sequence: TokenSequence) -> str:
+    """Text that has become certain since the last call."""
+    if not isinstance(sequence.detokenizer, Detokenizer):
+        return ""
+    sequence.detokenizer.advance(sequence.output_token_ids)
+    return (
+        sequence.detokenizer.finish(sequence.num_stop_tokens) if sequence.finish_reason else sequence.detokenizer.take()
+    )
+
+
+def request_output(
+    sequences: SequenceOf[TokenSequence],
+    *,
+    index: int = 0,
+    prompt: str | None = None,
+    texts: SequenceOf[str] | None = None,
+) -> RequestOutput:
+    """The answer that finished sequences are; `texts` are theirs, if these have been taken already."""
+    first = sequences[0]
+    texts = [new_text(sequence) for sequence in sequences] if texts is None else texts
+    outputs = [
+        CompletionOutput(
+            index=sequence.index,
+            token_ids=sequence.output_token_ids,
+            text=text,
+            finish_reason=str(sequence.finish_reason),
+            logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+            weight_versions=sequence.weight_versions,
+        )
+        for sequence, text in zip(sequences, texts, strict=True)
+    ]
+    return RequestOutput(
+        index=index,
+        prompt=prompt,
+        prompt_token_ids=list(first.request.prompt_token_ids),
+        outputs=outputs,
+        prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs else None,
+        num_cached_tokens=first.num_cached_tokens,
+        embedding=first.embedding_D,
+    )

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from quire.config import AttentionConfig, ModelConfig, engine_config
+from quire.config import AttentionConfig, ModelConfig, WindowPoolSize, engine_config
 from quire.device.inputs import (
     INVALID,
     NUM_TOP_LOGPROBS,
@@ -28,12 +28,19 @@ from quire.device.inputs import (
     SampleInputs,
     StepInputs,
     StepOutput,
+    WindowLayout,
 )
+from quire.device.mesh import mesh_of
+from quire.engine.build import PoolSizes, choose_pool
 from quire.engine.engine import Engine
 from quire.text.tokenizer import Tokenizer
 
+HIDDEN_SIZE = 8
 Place = tuple[int, int, int]
 """Token, weights, hash of everything up to here."""
+
+
+Page = list[Place | None]
 
 
 class KVError(Exception):
@@ -52,6 +59,11 @@ def hash_step(before: int, token: int, weights: int) -> int:
 def next_token(state: int, vocab_size: int, seed: int = 0, index: int = 0, position: int = 0) -> int:
     """The token drawn after a state: the greedy one, or one by counter."""
     return hash((state, seed, index, position)) % vocab_size
+
+
+def hidden_state(state: int) -> np.ndarray:
+    """The "hidden state" of a token: its hash as small whole numbers, which float32 adds up exactly."""
+    return np.array([state >> 8 * i & 255 for i in range(HIDDEN_SIZE)], np.float32)
 
 
 def bits(mask: np.ndarray) -> int:
@@ -73,8 +85,8 @@ class FakeHandle:
 class FakeRunner:
     """A `Runner` without a model: StepInputs in, StepOutput out, pages in between."""
 
-    def __init__(self, *, num_pages: int, page_size: int, vocab_size: int, num_host_pages: int = 0) -> None:
-        self.num_pages = num_pages
+    def __init__(self, pool: PoolSizes, *, page_size: int, vocab_size: int) -> None:
+        self.num_pages = pool.num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.seconds_per_move, self.pages_per_move = 5e-4, 4
@@ -89,8 +101,11 @@ class FakeRunner:
         """"before" or "inside": where the next step fails; inside, the pages are lost with it."""
         self._survived = True
         self._empty: list[Place | None] = [None] * page_size
-        self._pages = [self._empty[:] for _ in range(num_pages)]
-        self._host = [self._empty[:] for _ in range(num_host_pages)]
+        self._pages = [self._empty[:] for _ in range(pool.num_pages)]
+        on_host = pool.all_host_pages or (0,) * (len(pool.windows) + 1)
+        self._host = [self._empty[:] for _ in range(on_host[0])]
+        sizes = zip(pool.windows, on_host[1:], strict=True)
+        self._windows = [FakeWindow(size, num_host_pages, page_size) for size, num_host_pages in sizes]
 
     def run(self, inputs: StepInputs) -> FakeHandle:
         """Page commands, writes, attention, draws: in the order of the real thing."""
@@ -99,7 +114,9 @@ class FakeRunner:
         if failure:
             self._survived = failure == "before"
             raise InjectedError(failure)
-        self._run_page_commands(inputs.pages)
+        _run_page_commands(inputs.pages, self._pages, self._host)
+        for window, its_inputs in zip(self._windows, inputs.windows, strict=True):
+            _run_page_commands(its_inputs.pages, window.pages, window.host)
         output = self._rounds(inputs)
         interruption, self.during_run = self.during_run, None
         if interruption:
@@ -113,30 +130,28 @@ class FakeRunner:
             self.zero()
         return survived
 
-    def set_weights(self, params: int) -> None:
+    def set_weights(self, params: int, *, copy: bool = True) -> None:
         """Weights are a number: part of every hash from here on."""
         self.weights = params
+
+    def get_weights(self) -> int:
+        """That number."""
+        return self.weights
 
     def zero(self) -> None:
         """Empty every page."""
         self._pages = [self._empty[:] for _ in range(self.num_pages)]
+        for window in self._windows:
+            window.pages = [self._empty[:] for _ in window.pages]
 
-    def _run_page_commands(self, commands: PageCommands) -> None:
-        pages, host = self._pages, self._host
-        for page, host_page in commands.swap_out.tolist():
-            host[host_page] = pages[page][:]
-        sources = [pages[source][:] for source, _ in commands.copy.tolist()]  # all are read before one is written
-        for (_, target), content in zip(commands.copy.tolist(), sources, strict=True):
-            pages[target] = content
-        for host_page, page in commands.swap_in.tolist():
-            pages[page] = host[host_page][:]
-        for page in commands.poison.tolist():
-            pages[page] = self._empty[:]
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def _rounds(self, inputs: StepInputs) -> StepOutput:
         """The first round; then rows go on by themselves, as far as they may and until they draw a stop id."""
-        tables = inputs.page_ids
-        outputs = [self._draw(self._forward(inputs.tokens_T, inputs.layout, tables), inputs.samples)]
+        tables = [page_ids for page_ids, _ in inputs.pools]
+        first_states = self._forward(inputs.tokens_T, inputs.layout, tables)
+        outputs = [self._draw(first_states, inputs.samples)]
         limits, layout = inputs.rounds.max_rounds_B, inputs.layout
         is_active = limits > 1
         while is_active.any():
@@ -145,22 +160,40 @@ class FakeRunner:
             if not is_active.any():
                 break
             rows = np.flatnonzero(is_active)
-            positions = layout.positions_T[rows] + round_
-            pages = tables.ids_X[tables.cu_lens_B1[rows] + positions // self.page_size]
             states = [0] * len(is_active)
+            lens = [np.where(is_active, one.kv_lens_B + round_, 0) for one in (layout, *layout.windows)]
+            places = [self._places(table, kv_lens, rows) for table, kv_lens in zip(tables, lens, strict=True)]
             going_on = replace(
                 layout,
-                positions_T=positions,
-                destinations_T=pages * self.page_size + positions % self.page_size,
-                kv_lens_B=np.where(is_active, layout.positions_T + round_ + 1, 0),
+                positions_T=layout.positions_T[rows] + round_,
+                destinations_T=places[0],
+                kv_lens_B=lens[0],
                 cu_q_lens_B1=np.concatenate([[0], np.cumsum(is_active)]),
+                windows=tuple(map(WindowLayout, places[1:], tables[1:], lens[1:])),
             )
             for row, state in zip(rows, self._forward(last_B[rows], going_on, tables), strict=True):
                 states[row] = state
             drawn = self._draw(states, replace(inputs.samples, position_S=inputs.samples.position_S + round_))
             drawn.tokens_SR[~is_active] = INVALID
             outputs.append(drawn)
-        return jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *outputs)
+        whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *outputs)
+        return replace(whole, pooled_BD=self._pool(first_states, inputs))
+
+    @staticmethod
+    def _pool(states: list[int], inputs: StepInputs) -> np.ndarray | None:
+        if inputs.embed_first_B is None:
+            return None
+        ends = inputs.layout.cu_q_lens_B1[1:]
+        pooled = np.zeros((len(ends), HIDDEN_SIZE), np.float32)
+        for row, (first, end) in enumerate(zip(inputs.embed_first_B, ends, strict=True)):
+            if first != INVALID:
+                pooled[row] = sum(map(hidden_state, states[first:end]))
+        return pooled
+
+    def _places(self, table: PageIds, kv_lens_B: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Where the last token of each row goes in one pool."""
+        last = kv_lens_B[rows] - 1
+        return table.ids_X[table.cu_lens_B1[rows] + last // self.page_size] * self.page_size + last % self.page_size
 
     @staticmethod
     def _is_stop(tokens_B: np.ndarray, rounds: RoundInputs) -> np.ndarray:
@@ -169,8 +202,9 @@ class FakeRunner:
             is_stop |= (tokens_B[:, None] == rounds.stop_ids_BE).any(axis=1)
         return is_stop
 
-    def _forward(self, tokens_T: np.ndarray, layout: BatchLayout, page_ids: PageIds) -> list[int]:
+    def _forward(self, tokens_T: np.ndarray, layout: BatchLayout, tables: list[PageIds]) -> list[int]:
         """Write every token's place, then read each row from its beginning. Returns the state at each token."""
+        page_ids = tables[0]
         size, pages = self.page_size, self._pages
         starts, kv_lens = layout.cu_q_lens_B1.tolist(), layout.kv_lens_B.tolist()
         tokens, positions = tokens_T.tolist(), layout.positions_T.tolist()
@@ -196,12 +230,23 @@ class FakeRunner:
                     raise KVError(f"row {row}: position {positions[i]} is written to page {page}, offset {offset}")
                 written.add(destinations[i])
                 pages[page][offset] = (tokens[i], self.weights, state)
+                for window, its_layout in zip(self._windows, layout.windows, strict=True):
+                    window.write(int(its_layout.destinations_T[i]), (tokens[i], self.weights, state))
         for row, kv_len in enumerate(kv_lens):  # once everybody has written: nobody may have written over another
             if starts[row] != starts[row + 1]:
                 state = self._attend(page_ids.of(row).tolist(), kv_len, row)
                 if state != states[starts[row + 1] - 1]:
                     raise KVError(f"row {row}: what it wrote in this step is not there")
+                self._attend_windows(row, kv_len, starts[row + 1] - starts[row], layout, tables)
         return states
+
+    def _attend_windows(self, row: int, kv_len: int, num_new: int, layout: BatchLayout, tables: list[PageIds]) -> None:
+        """Read what a row sees in each window; it must be what the pool of every position has there."""
+        table, size = tables[0].of(row).tolist(), self.page_size
+        expected = [self._pages[table[i // size]][i % size] for i in range(kv_len)] if self._windows else []
+        for window, its_layout, its_table in zip(self._windows, layout.windows, tables[1:], strict=True):
+            its_len = int(its_layout.kv_lens_B[row])
+            window.attend(its_table.of(row).tolist(), its_len, expected, num_new, row)
 
     def _attend(self, table: list[int], kv_len: int, row: int) -> int:
         """Read a row's pages up to its length, hashing again; returns the last state."""
@@ -249,6 +294,45 @@ class FakeRunner:
         return token
 
 
+def _run_page_commands(commands: PageCommands, pages: list[Page], host: list[Page]) -> None:
+    for page, host_page in commands.swap_out.tolist():
+        host[host_page] = pages[page][:]
+    sources = [pages[source][:] for source, _ in commands.copy.tolist()]  # all are read before one is written
+    for (_, target), content in zip(commands.copy.tolist(), sources, strict=True):
+        pages[target] = content
+    for host_page, page in commands.swap_in.tolist():
+        pages[page] = host[host_page][:]
+    for page in commands.poison.tolist():
+        pages[page] = [None] * len(pages[page])
+
+
+class FakeWindow:
+    """The pages of layers that see a window: what a token sees there is what the pool of every position has."""
+
+    def __init__(self, pool: WindowPoolSize, num_host_pages: int, page_size: int) -> None:
+        self.window, self.size = pool.window, page_size
+        self.pages: list[Page] = [[None] * page_size for _ in range(pool.num_pages)]
+        self.host: list[Page] = [[None] * page_size for _ in range(num_host_pages)]
+
+    def write(self, destination: int, place: Place) -> None:
+        """Keep what a token computed."""
+        page, offset = divmod(destination, self.size)
+        self.pages[page][offset] = place
+
+    def attend(self, table: list[int], kv_len: int, expected: list[Place | None], num_new: int, row: int) -> None:
+        """Read what the first of a row's new tokens, and all after it, see; `expected` has every position."""
+        first_seen = max(len(expected) - num_new - self.window + 1, 0)
+        start = len(expected) - kv_len
+        if start % self.size or start > first_seen or kv_len > len(table) * self.size:
+            raise KVError(
+                f"row {row}: a window of {self.window} sees from {first_seen} on, its pages are from {start} on"
+            )
+        for position in range(first_seen, len(expected)):
+            index, offset = divmod(position - start, self.size)
+            if self.pages[table[index]][offset] != expected[position]:
+                raise KVError(f"row {row}: page {table[index]} of window {self.window} has not position {position}")
+
+
 class FakeClock:
     """A clock that goes forward by seeded steps, each time it is looked at."""
 
@@ -267,11 +351,17 @@ def fake_engine(
     eos_ids: tuple[int, ...] = (0,),
     seed: int = 0,
     tokenizer: Tokenizer | None = None,
+    windows: tuple[int | None, ...] = (None,),
+    window_pages: tuple[int, ...] = (),
+    runner: type[FakeRunner] = FakeRunner,
     **knobs: Any,
 ) -> Engine:
-    """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults."""
-    defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
-    defaults["max_rounds"] = 1
+    """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults.
+
+    `windows` are what the layers see: one that sequences outgrow has a pool of its own, of as many pages as it can use,
+    or of `window_pages`.
+    """
+    defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_rounds": 1}
     knobs = defaults | {name: value for name, value in knobs.items() if value is not None}
     if knobs.get("preemption") != "recompute":
         knobs.setdefault("num_host_pages", knobs["num_pages"] // 2)
@@ -279,16 +369,15 @@ def fake_engine(
     model = ModelConfig(
         architecture="llama",
         vocab_size=vocab_size,
-        hidden_size=8,
+        hidden_size=HIDDEN_SIZE,
         intermediate_size=8,
-        attention=(AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8),),
+        attention=tuple(AttentionConfig(num_heads=1, num_kv_heads=1, head_dim=8, window=window) for window in windows),
         max_len=config.max_model_len or 64,
         eos_ids=eos_ids,
     )
-    runner = FakeRunner(
-        num_pages=config.num_pages or 16,
-        page_size=config.page_size,
-        vocab_size=vocab_size,
-        num_host_pages=config.num_host_pages or 0,
-    )
-    return Engine(model, None, config, tokenizer=tokenizer, runner=runner, clock=FakeClock(seed))
+    pool = choose_pool(config, model, model.max_len, mesh_of(None))
+    if window_pages:
+        sizes = zip(pool.windows, window_pages, strict=True)
+        pool = pool._replace(windows=tuple(replace(size, num_pages=count) for size, count in sizes))
+    device = runner(pool, page_size=config.page_size, vocab_size=vocab_size)
+    return Engine(model, None, config, tokenizer=tokenizer, runner=device, pool=pool, clock=FakeClock(seed))

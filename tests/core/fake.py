@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from quire.core.audit import audit
+from quire.core.page_pool import PagePool, WindowPool
 from quire.core.page_tables import PageTables
-from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -49,16 +49,16 @@ def scheduler(
     prefix_cache: bool = False,
     num_host_pages: int = 0,
     poison_freed: bool = False,
+    windows: tuple[tuple[int, int], ...] = (),
     **more,
 ) -> Scheduler:
     """One without a prefix cache and without host memory, unless a test asks for them."""
-    tables = PageTables(
-        PageAllocator(num_pages),
-        page_size=page_size,
-        host=PageAllocator(num_host_pages) if num_host_pages else None,
-        prefix_cache=prefix_cache,
-        poison_freed=poison_freed,
-    )
+    knobs = {"num_host_pages": num_host_pages, "prefix_cache": prefix_cache, "poison_freed": poison_freed}
+    pools = [
+        WindowPool(window, pages, page_size, pages_per_row=-(-(window - 1 + budget) // page_size) + 1, **knobs)
+        for window, pages in windows
+    ]
+    tables = PageTables(PagePool(num_pages, page_size, **knobs), pools)
     return Scheduler(tables, max_num_seqs=rows, max_num_batched_tokens=budget, **more)
 
 

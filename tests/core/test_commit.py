@@ -43,7 +43,7 @@ def test_tokens_after_a_stop_are_not_computed_positions():
     (event,) = decode_rounds(s, 8, [[5, 9, 6, 6, 6, 6, 6, 6]])
     assert event.token_ids == (5, 9)
     audit(s)
-    assert s.tables.num_cached == 2, "pages of 5 computed positions; what was drawn after the stop is in none"
+    assert s.tables.pool.num_cached == 2, "pages of 5 computed positions; what was drawn after the stop is in none"
 
 
 def test_a_chunk_of_a_prompt_is_computed_as_far_as_it_was_planned():
@@ -63,4 +63,4 @@ def test_a_prompt_that_is_only_scored_is_computed_whole():
     s = scheduler(page_size=4, prefix_cache=True)
     s.add(arrive(8, 0, prompt_logprobs=True))
     s.commit(plan := s.schedule(), result(plan))
-    assert s.tables.num_cached == 2
+    assert s.tables.pool.num_cached == 2

@@ -34,20 +34,20 @@ def test_pages_go_to_the_host_and_come_back_elsewhere(arrive):
     step(s)
     plan = s.schedule()  # both need a third page, there is none
     assert b.state is SequenceState.SWAPPED
-    assert plan.operations.swap_outs == [(2, 0), (3, 1)]
+    assert plan.operations[0].swap_outs == [(2, 0), (3, 1)]
     assert (list(b.host_pages), list(b.pages), b.num_computed) == ([0, 1], [], 8)
     s.commit(plan, result(plan))
     audit(s)
     while a.finish_reason is None:
         step(s)
     plan = s.schedule()
-    assert [source for source, _ in plan.operations.swap_ins] == [0, 1]
-    assert [target for _, target in plan.operations.swap_ins] == list(b.pages)[:2]
+    assert [source for source, _ in plan.operations[0].swap_ins] == [0, 1]
+    assert [target for _, target in plan.operations[0].swap_ins] == list(b.pages)[:2]
     assert [(row.first, row.num_tokens) for row in plan.rows] == [(8, 1)], "nothing is computed again"
     s.commit(plan, result(plan))
     run(s)
     assert (s.num_swaps, s.num_recomputes) == (1, 0)
-    assert (s.tables.allocator.num_free, s.tables.host.num_free) == (5, 8)
+    assert (s.tables.pool.allocator.num_free, s.tables.pool.host.num_free) == (5, 8)
 
 
 def test_out_and_in_again_within_one_plan(arrive):
@@ -58,7 +58,11 @@ def test_out_and_in_again_within_one_plan(arrive):
     step(s)
     s.preempt(a, swap=True)
     plan = step(s)
-    assert [host for _, host in plan.operations.swap_outs] == [host for host, _ in plan.operations.swap_ins] == [0, 1]
+    assert (
+        [host for _, host in plan.operations[0].swap_outs]
+        == [host for host, _ in plan.operations[0].swap_ins]
+        == [0, 1]
+    )
 
 
 def test_a_host_page_that_a_plan_reads_is_not_filled_by_the_same_plan(arrive):
@@ -79,7 +83,7 @@ def test_a_host_page_that_a_plan_reads_is_not_filled_by_the_same_plan(arrive):
 def test_a_plan_that_fills_a_page_twice_is_not_run(moves):
     s = swapping()
     for kind, pairs in moves.items():
-        setattr(s.tables._operations, kind, pairs)
+        setattr(s.tables.pool.operations, kind, pairs)
     with pytest.raises(AuditError, match="fills a page twice"):
         s.tables.take_operations()
 
@@ -143,8 +147,8 @@ def test_an_abort_before_the_move_takes_the_move_back(arrive):
     step(s)
     s.preempt(b, swap=True)
     s.abort(b)
-    assert s.tables.host.num_free == 8
-    assert s.schedule().operations.swap_outs == []
+    assert s.tables.pool.host.num_free == 8
+    assert s.schedule().operations[0].swap_outs == []
 
 
 def test_the_first_in_order_gets_in_whoever_runs(arrive):
@@ -215,9 +219,9 @@ def test_a_family_goes_to_the_host_once(arrive):
     for member in first.family[1:]:
         s.preempt(member, swap=True)
     audit(s)
-    assert 64 - s.tables.host.num_free == 8 + 3, "eight full pages of the prompt, and each child's own"
+    assert 64 - s.tables.pool.host.num_free == 8 + 3, "eight full pages of the prompt, and each child's own"
     plan = s.schedule()
-    assert len(plan.operations.swap_outs) == 11
+    assert len(plan.operations[0].swap_outs) == 11
     s.commit(plan, result(plan))
     run(s)
-    assert s.tables.host.num_free == 64
+    assert s.tables.pool.host.num_free == 64

@@ -37,7 +37,7 @@ def test_a_second_prompt_shares_the_full_pages_and_computes_the_rest():
     assert list(second.pages) == [0, 1, 2]
     assert [(row.first, row.num_tokens) for row in plan.rows] == [(8, 3)]
     assert second.num_cached_tokens == 8
-    assert s.tables.allocator.refcounts[:3].tolist() == [2, 2, 1]
+    assert s.tables.pool.allocator.refcounts[:3].tolist() == [2, 2, 1]
     s.commit(plan, result(plan))
     audit(s)
 
@@ -50,14 +50,14 @@ def test_the_last_token_is_always_computed():
     plan = s.schedule()
     assert [(row.first, row.num_tokens) for row in plan.rows] == [(4, 4)]
     s.commit(plan, result(plan))
-    assert s.tables.num_cached == 2, "the recomputed page was the same one: there are no two of it"
+    assert s.tables.pool.num_cached == 2, "the recomputed page was the same one: there are no two of it"
 
 
 def test_a_page_is_not_visible_before_its_step_is_committed():
     s = cached()
     s.add(sequence(range(9), max_tokens=3))
     plan = s.schedule()
-    assert s.tables.prefix_cache.num_pages == 0
+    assert s.tables.pool.prefix_cache.num_pages == 0
     late = sequence(range(9), 2)
     s.add(late)
     assert s.tables.find_prefix(late).pages == []
@@ -71,10 +71,10 @@ def test_partial_pages_and_the_token_just_drawn_are_never_published():
     s.add(first)
     plan = s.schedule()
     s.commit(plan, result(plan))  # seven computed, the eighth drawn: one page is full
-    assert s.tables.prefix_cache.num_pages == 1
+    assert s.tables.pool.prefix_cache.num_pages == 1
     plan = s.schedule()
     s.commit(plan, result(plan))
-    assert s.tables.prefix_cache.num_pages == 2
+    assert s.tables.pool.prefix_cache.num_pages == 2
 
 
 def test_generated_tokens_are_found_too():
@@ -104,7 +104,7 @@ def test_a_swapped_sequence_takes_its_first_pages_from_the_cache_only_under_the_
     plan = s.schedule()
     s.commit(plan, result(plan))
     s.preempt(swapped, swap=True)
-    s.tables.evict(8)
+    s.tables.pool.evict(8)
     for change in range(changes):
         s.set_version(change + 1, running="keep")
     s.add(first)
@@ -115,7 +115,7 @@ def test_a_swapped_sequence_takes_its_first_pages_from_the_cache_only_under_the_
     assert len(known) == 2
     plan = s.schedule()
     assert [row.sequence for row in plan.rows] == [swapped]
-    assert len(plan.operations.swap_ins) == (3 if changes else 1)
+    assert len(plan.operations[0].swap_ins) == (3 if changes else 1)
     assert (list(swapped.pages)[:2] == known) == (not changes)
     s.commit(plan, result(plan))
     audit(s)
@@ -138,7 +138,7 @@ def test_least_recently_used_goes_first_and_leaves_before_parents():
     old, new = [0, 1], s.tables.find_prefix(sequence(range(50, 59), 9)).pages
     assert s.tables.find_prefix(sequence(range(9), 9)).pages == old
     finish(s, sequence(range(9), 3))  # the older prefix is used again
-    order = [s.tables.prefix_cache.evict(1)[0] for _ in range(4)]
+    order = [s.tables.pool.prefix_cache.evict(1)[0] for _ in range(4)]
     assert order == [new[1], new[0], 1, 0]
 
 
@@ -148,7 +148,7 @@ def test_a_parent_outlives_every_child_even_when_children_end_at_different_times
     finish(s, sequence([*shared, 10, 11, 12, 13, 14], 1))
     finish(s, sequence([*shared, 20, 21, 22, 23, 24], 2))
     parent = s.tables.find_prefix(sequence([*shared, 0], 9)).pages
-    order = [s.tables.prefix_cache.evict(1)[0] for _ in range(3)]
+    order = [s.tables.pool.prefix_cache.evict(1)[0] for _ in range(3)]
     assert order[-1:] == parent
 
 
@@ -162,7 +162,7 @@ def test_pages_of_two_who_computed_the_same_at_once_become_one():
     s.commit(plan, result(plan))
     audit(s)
     assert (list(a.pages), list(b.pages)) == ([0, 1, 2], [0, 1, 5])
-    assert s.tables.allocator.num_free == 4
+    assert s.tables.pool.allocator.num_free == 4
 
 
 def test_prompt_log_probabilities_do_not_read_the_cache_and_feed_it():
@@ -178,14 +178,14 @@ def test_prompt_log_probabilities_do_not_read_the_cache_and_feed_it():
 def test_cached_pages_make_room_before_anybody_is_preempted():
     s = cached(num_pages=4)
     finish(s, sequence(range(12), 1))
-    assert (s.tables.allocator.num_free, s.tables.num_cached) == (1, 3)
+    assert (s.tables.pool.allocator.num_free, s.tables.pool.num_cached) == (1, 3)
     finish(s, sequence(range(50, 62), 2, max_tokens=4))
     assert s.num_preemptions == 0
-    assert s.tables.prefix_cache.num_evictions == 3
+    assert s.tables.pool.prefix_cache.num_evictions == 3
 
 
 def test_off_is_off():
     s = scheduler(num_pages=8, page_size=4, prefix_cache=False)
     finish(s, sequence(range(9)))
     assert s.tables.find_prefix(sequence(range(9), 2)).num_tokens == 0
-    assert s.tables.allocator.num_free == 8
+    assert s.tables.pool.allocator.num_free == 8

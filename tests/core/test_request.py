@@ -7,7 +7,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core.errors import RequestError, StateError
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.core.sequence import TRANSITIONS, SequenceState
 from quire.core.stopping import FinishReason
 from quire.field_error import FieldError
@@ -41,23 +41,18 @@ def test_finish_reasons_are_the_words_users_read():
 HOSTILE = [-1, 1 << 63, 1 << 64, 10**400, math.nan, math.inf, -math.inf, True, "1", None, [], b"x", 0.5]
 
 
-@pytest.mark.parametrize(
-    "field", ["temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs"]
-)
+@pytest.mark.parametrize("field", DECLARED)
 @pytest.mark.parametrize("value", HOSTILE, ids=repr)
 def test_a_hostile_number_is_refused_by_name_or_is_legal(field, value):
     legal = {
-        "temperature": [0.5],
-        "top_k": [],
-        "top_p": [0.5],
-        "min_p": [0.5],
         "seed": [1 << 63, None],
-        "n": [],
         "max_tokens": [None],
-        "min_tokens": [],
         "logprobs": [None],
-    }
-    if any(value is ok or (type(value) is type(ok) and value == ok) for ok in legal[field]):
+        "max_rounds": [None],
+        "presence_penalty": [-1, 0.5],
+        "frequency_penalty": [-1, 0.5],
+    }.get(field, {float: [0.5], int: [], bool: [True]}[DECLARED[field].kind])
+    if any(value is ok or (type(value) is type(ok) and value == ok) for ok in legal):
         assert getattr(SamplingParams(**{field: value}), field) == value
     else:
         with pytest.raises(ValueError, match=field):

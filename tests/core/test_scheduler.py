@@ -94,10 +94,10 @@ def test_pages_are_back_before_the_next_schedule_whatever_the_reason(arrive):
     plan = s.schedule()
     s.commit(plan, result(plan, lambda sequence, _: tokens[sequence]))
     assert [x.finish_reason for x in tokens] == [FinishReason.LENGTH, FinishReason.EOS, FinishReason.STOP, None]
-    assert s.tables.allocator.num_free == 7
+    assert s.tables.pool.allocator.num_free == 7
     s.abort(by_abort)
     assert by_abort.finish_reason is FinishReason.ABORT
-    assert s.tables.allocator.num_free == 8
+    assert s.tables.pool.allocator.num_free == 8
     audit(s)
 
 
@@ -163,7 +163,7 @@ def test_when_the_pool_is_full_the_last_in_order_is_recomputed(arrive):
     assert young.preemptions > 0
     assert old.num_output == 12
     assert young.num_output == 9
-    assert s.tables.allocator.num_free == 5
+    assert s.tables.pool.allocator.num_free == 5
     assert len(history) < 60, "no thrashing: a preempted sequence comes back when there is room for it"
 
 
@@ -316,7 +316,7 @@ def test_reset_ends_everything_and_the_engine_goes_on(arrive):
     s.commit(plan := s.schedule(), result(plan))
     assert s.reset() == 5
     assert {x.finish_reason for x in sequences} == {FinishReason.ABORT}
-    assert s.tables.allocator.num_free == s.tables.allocator.num_pages
+    assert s.tables.pool.allocator.num_free == s.tables.pool.allocator.num_pages
     again = arrive(5)
     s.add(again)
     run(s)
@@ -329,7 +329,7 @@ def test_freed_pages_are_poisoned_before_anything_is_written(arrive):
     s.commit(plan := s.schedule(), result(plan))
     s.add(arrive(4, 1))
     plan = s.schedule()
-    assert plan.operations.poisons == [0]
+    assert plan.operations[0].poisons == [0]
     assert plan.rows[0].sequence.pages.tolist() == [0], "the poisoned page is the one written next"
 
 
@@ -351,7 +351,7 @@ def test_an_idle_schedule_forgets_no_poison(arrive):
     s.commit(plan := s.schedule(), result(plan))
     assert not s.schedule()
     s.add(arrive(4, 1))
-    assert s.schedule().operations.poisons == [0]
+    assert s.schedule().operations[0].poisons == [0]
 
 
 ACTIONS = st.sampled_from(["add", "add", "step", "step", "step", "step", "abort", "abort in flight", "reset"])
@@ -405,7 +405,7 @@ def test_any_history_keeps_every_page_and_ends(seed, history):
             break
         step()
     assert all(sequence.finish_reason for sequence in sequences)
-    assert s.tables.allocator.num_free == num_pages
+    assert s.tables.pool.allocator.num_free == num_pages
     for sequence in sequences:
         if sequence.params.prompt_logprobs and sequence.finish_reason is not FinishReason.ABORT:
             assert len(sequence.prompt_logprobs) == sequence.prompt_len

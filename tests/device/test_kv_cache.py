@@ -20,9 +20,8 @@ Content = list[np.ndarray]
 def filled(name: str, num_devices: int) -> tuple[kv_cache.KVCache, Content]:
     """A cache of random numbers, and what is in it page by page."""
     backend, mesh = backend_of(name), make_mesh(jax.devices()[:num_devices])
-    cache = kv_cache.create(
-        backend, tiny_config(), num_pages=NUM_PAGES, page_size=4, dtype=jnp.dtype("float32"), mesh=mesh
-    )
+    size = {"num_pages": NUM_PAGES, "page_size": 4, "dtype": jnp.dtype("float32")}
+    cache = kv_cache.create(kv_cache.abstract(backend, tiny_config().attention, **size, mesh=mesh))
     rng = np.random.default_rng(0)
     leaves = [
         jax.device_put((100 * rng.random(leaf.shape)).astype(leaf.dtype), leaf.sharding)
@@ -52,7 +51,7 @@ class ThreeArrays:
             ArraySpec((num_pages, page_size), np.dtype(np.uint8), ("pages", None)),
         )
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout, attention, sinks_N=None):
         raise NotImplementedError
 
 
@@ -68,8 +67,8 @@ one_and_two_devices = pytest.mark.parametrize("num_devices", [1, 2])
 @one_and_two_devices
 def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, num_devices):
     cache, before = filled(name, num_devices)
-    cache = kv_cache.copy_pages(cache, np.array([1, 4, 2], np.int32), np.array([3, 0, NUM_PAGES], np.int32))
-    cache = kv_cache.poison_pages(cache, np.array([5, NUM_PAGES], np.int32))
+    cache = jax.jit(kv_cache.copy_pages)(cache, np.array([1, 4, 2], np.int32), np.array([3, 0, NUM_PAGES], np.int32))
+    cache = jax.jit(kv_cache.poison_pages)(cache, np.array([5, NUM_PAGES], np.int32))
     for old, new in zip(before, by_page(cache), strict=True):
         np.testing.assert_array_equal(new[[3, 0]], old[[1, 4]])
         np.testing.assert_array_equal(new[[1, 2, 4]], old[[1, 2, 4]])
@@ -79,7 +78,9 @@ def test_pages_are_copied_then_poisoned_and_what_lies_outside_is_dropped(name, n
 @every_layout
 def test_bytes_of_a_page(name):
     cache, content = filled(name, num_devices=1)
-    counted = kv_cache.page_bytes(backend_of(name), tiny_config(), page_size=4, dtype=jnp.dtype("float32"))
+    counted = kv_cache.page_bytes(
+        backend_of(name), tiny_config().attention, page_size=4, dtype=jnp.dtype("float32"), mesh=make_mesh()
+    )
     assert (
         counted * NUM_PAGES == sum(array.nbytes for array in content) == sum(x.nbytes for x in jax.tree.leaves(cache))
     )
@@ -99,9 +100,9 @@ def test_pages_go_to_host_memory_and_come_back_elsewhere(name, num_devices):
     cache, before = filled(name, num_devices)
     host = kv_cache.HostPages(cache, 3)
     pages = np.array([4, 1, 0], np.int32)  # of which two are wanted
-    host.store(np.array([2, 0]), kv_cache.read_pages(cache, pages))
-    cache = kv_cache.poison_pages(cache, np.array([4, 1], np.int32))
-    cache = kv_cache.write_pages(cache, np.array([5, 3, NUM_PAGES], np.int32), host.load(np.array([0, 2, 2])))
+    host.store(np.array([2, 0]), jax.jit(kv_cache.read_pages)(cache, pages))
+    cache = jax.jit(kv_cache.poison_pages)(cache, np.array([4, 1], np.int32))
+    cache = jax.jit(kv_cache.write_pages)(cache, np.array([5, 3, NUM_PAGES], np.int32), host.load(np.array([0, 2, 2])))
     for old, new in zip(before, by_page(cache), strict=True):
         np.testing.assert_array_equal(new[[5, 3]], old[[1, 4]])
         np.testing.assert_array_equal(new[[0, 2]], old[[0, 2]])

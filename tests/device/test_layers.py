@@ -15,8 +15,8 @@ CONFIG = tiny_config(attention=(LOCAL, LOCAL, GLOBAL, LOCAL))
 PROMPT = [(7 * i) % 90 + 1 for i in range(40)]
 
 
-def logprobs(config: ModelConfig, tokens: list[int]) -> np.ndarray:
-    """Of each token after the first, computed densely in float64."""
+def hidden_states(config: ModelConfig, tokens: list[int]) -> np.ndarray:
+    """Of each token, after the last norm, computed densely in float64."""
     weights = {name: tensor.astype(np.float64) for name, tensor in tiny_tensors(config).items()}
 
     def norm(x, name):
@@ -49,32 +49,46 @@ def logprobs(config: ModelConfig, tokens: list[int]) -> np.ndarray:
         normed = norm(x, f"{prefix}post_attention_layernorm.weight")
         gate = project(normed, "mlp.gate_proj")
         x = x + project(gate / (1 + np.exp(-gate)) * project(normed, "mlp.up_proj"), "mlp.down_proj")
-    logits = norm(x, "model.norm.weight") @ weights["lm_head.weight"].T
+    return norm(x, "model.norm.weight")
+
+
+def logprobs(config: ModelConfig, tokens: list[int]) -> np.ndarray:
+    """Of each token after the first."""
+    logits = hidden_states(config, tokens) @ tiny_tensors(config)["lm_head.weight"].T.astype(np.float64)
     logits -= logits.max(-1, keepdims=True)
-    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[positions[:-1], tokens[1:]]
+    return (logits - np.log(np.exp(logits).sum(-1, keepdims=True)))[np.arange(len(tokens) - 1), tokens[1:]]
 
 
-@pytest.mark.parametrize("attention", ["native", "xla", "reference"])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention", "num_devices"),
+    [
+        ("native", 1),
+        ("xla", 2),
+        ("reference", 1),
+    ],
+)
 def test_layers_differ_in_window_heads_head_size_scale_and_rotary_base(attention, num_devices):
-    with tiny_llm(CONFIG, num_devices, attention=attention, max_num_batched_tokens=16) as llm:
+    with tiny_llm(CONFIG, num_devices, attention=attention, max_num_seqs=1, max_num_batched_tokens=16) as llm:
         np.testing.assert_allclose(llm.score(PROMPT), logprobs(CONFIG, PROMPT), atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"window": 6}, {"rotary": RotaryConfig(theta=2e4)}, {"softmax_scale": 0.3}])
 def test_what_one_layer_says_is_heard(change):
     other = dataclasses.replace(LOCAL, **change)
     changed = dataclasses.replace(CONFIG, attention=(LOCAL, other, GLOBAL, LOCAL))
     assert np.abs(logprobs(changed, PROMPT) - logprobs(CONFIG, PROMPT)).max() > 1e-2
-    with tiny_llm(changed) as llm:
+    with tiny_llm(changed, max_num_seqs=1) as llm:
         np.testing.assert_allclose(llm.score(PROMPT), logprobs(changed, PROMPT), atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_layer_is_traced_once_for_each_kind_and_so_is_a_rotary_table():
-    with tiny_llm(CONFIG, attention="xla", matmul="xla") as llm:
+    with tiny_llm(CONFIG, attention="xla", matmul="xla", max_num_seqs=1) as llm:
         runner = llm.engine.runner
         shape = next(shape for shape in runner.shapes if not shape.decode)
-        program = runner.trace(shape).jaxpr
+        program = runner.programs.trace(shape).jaxpr
     layers = [eqn for eqn in program.eqns if eqn.params.get("name") == "decoder_layer"]
     assert (len(layers), len({id(eqn.params["jaxpr"]) for eqn in layers})) == (4, 2)
     assert sum(eqn.primitive is jax.lax.cos_p for eqn in program.eqns) == 2

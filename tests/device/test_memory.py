@@ -1,13 +1,16 @@
 """How many pages a budget buys: never more than it holds, never more than could be used, never none."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import engine_config
-from quire.device import memory
+from quire.device import kv_cache, memory
+from quire.device.attention import get_backend
 from quire.device.mesh import make_mesh
+from quire.device.models.padding import padded_config
 from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
 from tests.tiny import tiny_config, tiny_llm
 
@@ -17,8 +20,9 @@ PAGE_BYTES = 16 * (2 * 2 * 2 * 8 * 4 + 4)
 
 
 def pages(budget: int, **knobs) -> int:
-    config = engine_config(dtype="float32", page_size=16, memory_budget=budget, max_num_batched_tokens=4096, **knobs)
-    return pool_pages(config, MODEL.max_len, page_bytes=PAGE_BYTES, default_budget=0)
+    config = engine_config(dtype="float32", page_size=16, max_num_batched_tokens=4096, **knobs)
+    (count,) = pool_pages(config, MODEL.max_len, page_bytes=[PAGE_BYTES], budget=budget)
+    return count
 
 
 @given(st.integers(PAGE_BYTES, 5000 * PAGE_BYTES))
@@ -41,14 +45,46 @@ def test_a_budget_without_room_for_a_page_says_so():
         pages(PAGE_BYTES - 1)
 
 
-@pytest.mark.parametrize("attention", ["auto", "xla", "reference"])
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention", "num_devices"),
+    [
+        ("auto", 1),
+        ("xla", 2),
+        ("reference", 1),
+    ],
+)
 def test_bytes_of_a_page_are_those_that_the_pool_takes_for_it(attention, num_devices):
-    with tiny_llm(MODEL, num_devices, attention=attention, page_size=16, num_pages=12) as llm:
+    with tiny_llm(MODEL, num_devices, attention=attention, page_size=16, num_pages=12, max_num_seqs=1) as llm:
         cache = llm.engine.runner.create_cache(12)
-    knobs = {"dtype": "float32", "page_size": 16, "attention": attention}
-    assert memory.page_bytes(MODEL, mesh=make_mesh(), **knobs) == PAGE_BYTES
-    assert sum(array.nbytes for array in jax.tree.leaves(cache)) == 12 * PAGE_BYTES
+    devices = jax.devices()[:num_devices]
+    counted = memory.page_bytes(MODEL, mesh=make_mesh(devices), dtype="float32", page_size=16, attention=attention)
+    assert counted == PAGE_BYTES + (num_devices - 1) * 16 * 4, "each device has the ids of all tokens"
+    assert {device: bytes_on(device, cache) for device in devices} == dict.fromkeys(
+        devices, 12 * counted // num_devices
+    )
+
+
+def bytes_on(device: jax.Device, cache) -> int:
+    shards = [shard for array in jax.tree.leaves(cache) for shard in array.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+@pytest.mark.parametrize("attention", ["xla", "reference", "native"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "num_devices", "kv_heads_each"),
+    [(9, 3, 2, 2), (9, 3, 4, 1), (4, 2, 4, 1), (4, 1, 4, 1), (10, 5, 4, 2)],
+)
+def test_padded_and_repeated_heads_take_pages_too(attention, heads, kv_heads, num_devices, kv_heads_each):
+    config, devices = tiny_config(num_heads=heads, num_kv_heads=kv_heads), jax.devices()[:num_devices]
+    mesh = make_mesh(devices)
+    backend = get_backend(attention)
+    size = {"num_pages": 12, "page_size": 4, "dtype": jnp.dtype("float32")}
+    cache = kv_cache.create(kv_cache.abstract(backend, padded_config(config, mesh).attention, **size, mesh=mesh))
+    expected = 12 * 4 * (2 * 2 * kv_heads_each * 8 * 4 + 4)
+    assert {bytes_on(device, cache) for device in devices} == {expected}
+    page_bytes = memory.page_bytes(config, mesh=mesh, dtype="float32", page_size=4, attention=attention)
+    assert 12 * page_bytes == num_devices * expected
 
 
 def test_a_share_of_what_is_free():

@@ -16,24 +16,25 @@ def test_it_was_built_with_the_package():
 
 
 @built
-def test_auto_is_native_on_a_cpu_and_xla_elsewhere():
-    assert choose_backend("auto", tiny_config(), "cpu") == ("native", None)
+def test_auto_is_native_on_a_cpu_and_not_elsewhere():
+    assert choose_backend("auto", tiny_config(), "cpu", "cpu") == ("native", None)
+    assert choose_backend("auto", tiny_config(), "gpu", "NVIDIA H100") == ("xla", None)
     for platform in ("tpu", "gpu"):
-        assert choose_backend("auto", tiny_config(), platform) == ("xla", None)
         with pytest.raises(ValueError, match=f"attention='native'.* not on a {platform}; attention='auto'"):
-            choose_backend("native", tiny_config(), platform)
-    assert choose_backend("xla", tiny_config(), "cpu") == ("xla", None)
+            choose_backend("native", tiny_config(), platform, "")
+    assert choose_backend("xla", tiny_config(), "cpu", "cpu") == ("xla", None)
 
 
 def test_a_head_size_it_does_not_know_is_served_by_xla():
     config = tiny_config(head_dim=12)
-    name, reason = choose_backend("auto", config, "cpu")
+    name, reason = choose_backend("auto", config, "cpu", "cpu")
     assert name == "xla"
     assert "not 12" in str(reason)
     with pytest.raises(ValueError, match="multiple of 8, not 12"):
-        choose_backend("native", config, "cpu")
+        choose_backend("native", config, "cpu", "cpu")
 
 
+@pytest.mark.slow
 def test_without_the_library_xla_serves_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "LIBRARY", tmp_path / "none.so")
     native._load.cache_clear()

@@ -12,7 +12,7 @@ from quire.device.pointwise import add_norm, gate, split_rotated
 from tests.effort import each_isa, examples
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
-few = examples(25)
+few = examples(8)
 ROUNDING = {jnp.float32: 2e-6, jnp.bfloat16: 2**-7}
 """Relative; in bfloat16 a float32 just beside a tie may go either way."""
 dtypes = st.sampled_from(list(ROUNDING))

@@ -9,23 +9,40 @@ import pytest
 
 from quire.core.plan import Sample
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence
 from quire.device import native
 from quire.device.inputs import default_samples, mask_words, with_defaults
-from quire.device.sampler import TILE, _counter, _draw_tiled, draw_native, sample, take_likeliest
+from quire.device.sampler import (
+    PAGES_AT_ONCE,
+    TILE,
+    _count_seen,
+    _cut_sigma,
+    _deviation,
+    _draw_tiled,
+    draw_native,
+    sample,
+    take_likeliest,
+    uniform,
+)
 from quire.device.top_k_top_p import top_k_top_p
 from quire.engine.packer import pack_samples
 from tests.effort import each_isa, slow
 
 VOCAB = 1000
-jitted = jax.jit(partial(sample, native=native.unavailable_reason() is None))
+HAS_NATIVE = native.unavailable_reason() is None
+jitted = jax.jit(sample, static_argnames=("native", "rows_at_once"))
+each_draw = pytest.mark.parametrize("native", [False, *[True] * HAS_NATIVE], ids=["xla", *["native"] * HAS_NATIVE])
+"""For tests of both ways to draw."""
+CUTS = {"top_k": 5, "top_p": 0.6, "min_p": 0.2, "top_n_sigma": 1.0}
+"""A typical value of each number that leaves tokens out."""
+EACH_CUT = [{name: value} for name, value in CUTS.items()]
 
 
-def run(logits_SV, samples, seen=((1, 1, 1, 1),)):
+def run(logits_SV, samples, seen=((1, 1, 1, 1),), native: bool = HAS_NATIVE):
     """`seen` is the one page of tokens that the samples' only row has."""
     samples = with_defaults(samples, default_samples(len(samples.packed_index_S), logits_SV.shape[1]))
-    return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32))
+    return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32), native=native)
 
 
 def inputs(params: list[SamplingParams], positions: list[int] | None = None, seeds=None, pad: int = 0, eos=frozenset()):
@@ -53,7 +70,11 @@ def logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 3.0) ->
 
 def expected_distribution(row: np.ndarray, params: SamplingParams) -> np.ndarray:
     """The textbook version, in float64."""
-    scaled = row.astype(np.float64) / params.temperature
+    x = row.astype(np.float64)
+    if params.top_n_sigma:
+        possible = x[x > -np.inf]
+        x = np.where(x >= possible.max() - params.top_n_sigma * possible.std(), x, -np.inf)
+    scaled = x / params.temperature
     p = np.exp(scaled - scaled.max())
     p /= p.sum()
     order = np.argsort(-p, kind="stable")
@@ -80,30 +101,35 @@ def test_greedy_takes_the_first_of_the_most_likely():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [
         {"temperature": 1.0},
-        slow({"temperature": 0.5}),
-        slow({"top_k": 7}),
+        {"temperature": 0.5},
+        {"top_k": 7},
         {"top_k": 1},
-        slow({"top_p": 0.6}),
+        {"top_p": 0.6},
         {"top_k": 40, "top_p": 0.5},
-        slow({"min_p": 0.2}),
+        {"min_p": 0.2},
         {"top_p": 0.9, "min_p": 0.1},
-        slow({"top_p": 0.999, "temperature": 3.0}),
+        {"top_n_sigma": 1.5},
+        {"top_n_sigma": 2.0, "top_p": 0.9, "temperature": 3.0},
+        {"top_p": 0.999, "temperature": 3.0},
         {"top_k": 356, "top_p": 0.97, "temperature": 4.0},
     ],
     ids=str,
 )
-def test_draws_follow_the_distribution(params):
+@each_draw
+def test_draws_follow_the_distribution(params, native):
     """20,000 draws at 20,000 positions against the textbook: never outside the cut, and chi-square small."""
     one = SamplingParams(**params)
     row = logits(1, spread=2.0)
     n = 4000
     counts = np.zeros(VOCAB)
     for batch in range(5):
-        drawn = run(np.repeat(row, n, 0), inputs([one] * n, list(range(batch * n, batch * n + n)))).tokens_SR[:, 0]
+        made = inputs([one] * n, list(range(batch * n, batch * n + n)))
+        drawn = run(np.repeat(row, n, 0), made, native=native).tokens_SR[:, 0]
         counts += np.bincount(drawn, minlength=VOCAB)
     p = expected_distribution(row[0], one)
     assert counts[p == 0].sum() == 0
@@ -117,20 +143,46 @@ def test_draws_follow_the_distribution(params):
     assert chi2 < freedom + 5 * np.sqrt(2 * freedom) + 5
 
 
-def test_a_token_does_not_depend_on_batch_mates_or_their_cuts():
+def test_there_is_a_typical_value_of_every_cut():
+    assert {"temperature", *CUTS} == set(DRAWS)
+
+
+@each_draw
+def test_a_token_does_not_depend_on_batch_mates_or_their_cuts(native):
+    """Nor does what it is drawn from."""
     mates = [
         SamplingParams(top_p=0.9999, temperature=9.0, seed=3),
         SamplingParams(temperature=0),
-        SamplingParams(top_k=3, seed=5),
         SamplingParams(seed=6),
-        SamplingParams(min_p=0.3, logprobs=4, seed=7),
-        SamplingParams(top_p=0.7, seed=8),
+        *(SamplingParams(**cut, logprobs=4, seed=7 + i) for i, cut in enumerate(EACH_CUT)),
     ]
     x = logits(len(mates))
-    together = run(x, inputs(mates)).tokens_SR[:, 0]
+    together = run(x, inputs(mates), native=native)
     for i, one in enumerate(mates):
-        alone = run(x[i : i + 1], inputs([one], pad=0)).tokens_SR[0, 0]
-        assert alone == together[i], f"row {i} changed with its batch"
+        alone = run(x[i : i + 1], inputs([one], pad=0), native=native)
+        assert alone.tokens_SR[0, 0] == together.tokens_SR[i, 0], f"row {i} changed with its batch"
+        if one.logprobs:
+            tops = [(out.processed_top_ids_SRX, out.processed_top_logprobs_SRX) for out in (alone, together)]
+            mine, ours = by_token(*tops[0], 0, VOCAB), by_token(*tops[1], i, VOCAB)
+            np.testing.assert_allclose(mine, ours, rtol=1e-6)  # the same tokens; XLA sums their weights as it likes
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *PENALTIES])
+def test_every_declared_number_has_a_say_in_what_is_drawn_from(name):
+    """Alone among requests that leave it out, somewhere in its range: another log-probability of what is drawn."""
+    declared, params = DECLARED[name], [SamplingParams(seed=1, logprobs=0)]
+    assert declared.limits is not None
+    low, high, _ = declared.limits
+    values = {declared.kind(low + (high - low) / 2**i) for i in range(32)}
+    params += [dataclasses.replace(params[0], **{name: value}) for value in values]
+    # Each token of the page, 5 to 8, is likely; the output begins at the second.
+    x = np.repeat(logits(1), len(params), 0)
+    x[:, 5:9] += 10
+    output = run(x, inputs(params, [4] * len(params)), seen=((5, 6, 7, 8),))
+    drawn = [
+        (int(t), float(p)) for t, p in zip(output.tokens_SR[:, 0], output.processed_logprobs_SR[:, 0], strict=True)
+    ]
+    assert any(one[0] != drawn[0][0] or abs(one[1] - drawn[0][1]) > 1e-3 for one in drawn[1:]), f"{name}: no influence"
 
 
 def test_seed_index_and_position_each_change_the_draw_and_repeat_it():
@@ -237,7 +289,7 @@ def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kin
     chosen = {"temperature_S": temperature, "top_k_S": top_k, "top_p_S": top_p, "min_p_S": min_p}
     made = dataclasses.replace(inputs([SamplingParams(seed=i) for i in range(len(x))]), **chosen)
     drawn = jax.tree.map(np.asarray, jax.jit(partial(draw_native, instruction_set=isa))(x, made))
-    uniform = np.asarray(jax.jit(_counter)(made)[2], np.float64)
+    numbers = np.asarray(jax.jit(uniform)(made), np.float64)
     np.testing.assert_array_equal(drawn.peak_S, x.max(axis=1))
     for row in range(len(x)):
         if temperature[row] == 0:
@@ -256,19 +308,91 @@ def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kin
             kept[surely] = weights[surely]
             ends = np.cumsum(kept)
             np.testing.assert_allclose(drawn.mass_S[row], ends[-1], rtol=2e-6)
-            point, token = uniform[row] * ends[-1], drawn.tokens_S[row]
+            point, token = numbers[row] * ends[-1], drawn.tokens_S[row]
             slack = 1e-6 * ends[-1]
             assert ends[token] - kept[token] - slack <= point <= ends[token] + slack
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3}, {"seed": 3, "top_p": 0.9}])
-def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params):
+@pytest.mark.parametrize("params", [{"temperature": 0}, {}, *EACH_CUT], ids=str)
+@each_draw
+def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params, native):
     x = logits(2)
     x[0, 17] = np.nan
-    out = run(x, inputs([SamplingParams(logprobs=1, **params)] * 2))
+    out = run(x, inputs([SamplingParams(logprobs=1, seed=3, **params)] * 2), native=native)
     assert 0 <= out.tokens_SR[0, 0] < VOCAB
     assert np.isnan(out.logprobs_SR[0, 0])
     assert np.isfinite(out.logprobs_SR[1, 0])
+
+
+ASKED = {
+    "temperature_S": (0.0, 0.7, 1.0, 1.0),
+    "top_k_S": (0, 0, 3, 50),
+    "top_p_S": (1.0, 1.0, 0.4, 0.9),
+    "min_p_S": (0.0, 0.0, 0.1),
+    "top_n_sigma_S": (0.0, 0.0, 1.5),
+    "repetition_penalty_S": (1.0, 1.0, 1.3),
+    "presence_penalty_S": (0.0, 0.0, -0.5),
+    "frequency_penalty_S": (0.0, 0.0, 0.8),
+}
+"""What a sample may ask for, as it is most often and otherwise."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
+    """Histories of many pages, masks and biases too; 21 samples, so that the last piece overlaps the one before it."""
+    num_samples, vocab, page_size, num_pages = 21, 700, 4, 150
+    rng = np.random.default_rng(5)
+    x = np.round(logits(num_samples, vocab=vocab) * 4) / 4  # with ties
+    tokens_MZ = rng.integers(0, vocab, (300, page_size)).astype(np.int32)
+    page_table_BP = rng.integers(0, 300, (num_samples, num_pages)).astype(np.int32)
+    defaults = default_samples(num_samples, vocab)
+    asked = {
+        name: rng.choice(values, num_samples).astype(getattr(defaults, name).dtype) for name, values in ASKED.items()
+    }
+    asked["temperature_S"][4] = 0  # as the packer has it for a sample that is scored
+    made = dataclasses.replace(
+        defaults,
+        **asked,
+        seed_S2=rng.integers(0, 2**32, (num_samples, 2), np.uint32),
+        position_S=rng.integers(1, num_pages * page_size, num_samples).astype(np.int32),
+        prompt_len_S=rng.integers(0, 300, num_samples).astype(np.int32),
+        row_S=np.arange(num_samples, dtype=np.int32),
+        bias_ids_SE=np.where(rng.random(defaults.bias_ids_SE.shape) < 0.01, 7, defaults.bias_ids_SE),
+        bias_SE=np.ones_like(defaults.bias_SE),
+        mask_SW=rng.integers(0, 2**32, defaults.mask_SW.shape, np.uint32) | np.uint32(1),
+        target_S=np.where(np.arange(num_samples) == 4, 9, defaults.target_S),
+        has_mask=np.array(True),
+        want_logprobs=np.array(True),
+        want_top=np.array(True),
+    )
+    whole = jitted(x, made, tokens_MZ, page_table_BP)
+    pieces = jitted(x, made, tokens_MZ, page_table_BP, rows_at_once=rows)
+    np.testing.assert_array_equal(pieces.tokens_SR, whole.tokens_SR)
+    np.testing.assert_array_equal(pieces.top_ids_SRX, whole.top_ids_SRX)
+    np.testing.assert_array_equal(pieces.processed_top_ids_SRX, whole.processed_top_ids_SRX)
+    for name in ("logprobs_SR", "processed_logprobs_SR", "top_logprobs_SRX", "processed_top_logprobs_SRX"):
+        np.testing.assert_allclose(getattr(pieces, name), getattr(whole, name), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_a_history_longer_than_a_piece_of_it_is_counted_once_and_only_up_to_the_position():
+    """Three pieces of pages, the last overlapping the second, against counting by hand."""
+    vocab, page_size, num_pages = 50, 2, 2 * PAGES_AT_ONCE + 3
+    rng = np.random.default_rng(6)
+    tokens_MZ = rng.integers(0, vocab, (num_pages, page_size)).astype(np.int32)
+    page_table_BP = rng.permutation(num_pages).astype(np.int32)[None]
+    history = tokens_MZ[page_table_BP[0]].ravel()
+    for position in (1, 2 * PAGES_AT_ONCE, 4 * PAGES_AT_ONCE + 1, num_pages * page_size):
+        for prompt_len in (0, position // 3, position):
+            made = dataclasses.replace(
+                default_samples(1, vocab),
+                position_S=np.array([position], np.int32),
+                prompt_len_S=np.array([prompt_len], np.int32),
+                frequency_penalty_S=np.array([1], np.float32),
+            )
+            seen, counts = jax.jit(_count_seen, static_argnums=0)(vocab, made, tokens_MZ, page_table_BP)
+            np.testing.assert_array_equal(seen[0], np.bincount(history[:position], minlength=vocab) > 0)
+            np.testing.assert_array_equal(counts[0], np.bincount(history[prompt_len:position], minlength=vocab))
 
 
 def test_one_program_serves_every_mix():
@@ -276,10 +400,8 @@ def test_one_program_serves_every_mix():
     run(x, inputs([SamplingParams(temperature=0)] * 2))
     before = jitted._cache_size()
     for params in (
-        {"top_k": 5},
-        {"top_p": 0.2},
+        *EACH_CUT,
         {"logprobs": 2},
-        {"min_p": 0.1},
         {"min_tokens": 2},
         {"presence_penalty": 1.0},
         {"logit_bias": {1: 2.0}},
@@ -289,7 +411,7 @@ def test_one_program_serves_every_mix():
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-36, 1e-37, 1e-38, 1e-45, 5e-324])
-@pytest.mark.parametrize("cut", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.5}])
+@pytest.mark.parametrize("cut", [{}, *EACH_CUT], ids=str)
 def test_a_tiny_temperature_is_greedy(temperature, cut):
     x = logits(1)
     out = run(x, inputs([SamplingParams(temperature=temperature, seed=1, **cut)]))
@@ -373,13 +495,14 @@ def test_a_bias_moves_a_token_and_min_tokens_still_forbids_the_end():
 
 @pytest.mark.parametrize(
     "cut",
-    [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 400, "top_p": 0.95}, {"temperature": 0.0}],
+    [{}, *EACH_CUT, CUTS, {"top_k": 400, "top_p": 0.95}, {"temperature": 0.0}],
     ids=str,
 )
-def test_processed_log_probabilities_are_of_what_was_drawn_from(cut):
+@each_draw
+def test_processed_log_probabilities_are_of_what_was_drawn_from(cut, native):
     x = logits(1, seed=8)
     params = SamplingParams(**{"temperature": 1.3, "seed": 3, "logprobs": 20} | cut)
-    out = run(x, inputs([params]))
+    out = run(x, inputs([params]), native=native)
     token = int(out.tokens_SR[0, 0])
     if params.temperature == 0:
         assert out.processed_logprobs_SR[0, 0] == 0
@@ -429,7 +552,7 @@ MASKS = [None, [3], [0, 999], [31, 32, 33, 63, 64], list(range(500, 1000)), None
 @pytest.mark.parametrize("vocab", [slow(33), slow(96), 97, slow(1000)])
 @pytest.mark.parametrize(
     "params",
-    [{"temperature": 0}, {}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"logit_bias": {7: 50.0, 8: 50.0}}],
+    [{"temperature": 0}, {}, *EACH_CUT, {"logit_bias": {7: 50.0, 8: 50.0}}],
     ids=str,
 )
 def test_only_what_a_mask_allows_is_drawn_and_greedy_takes_the_best_of_it(params, vocab):
@@ -447,13 +570,14 @@ def test_only_what_a_mask_allows_is_drawn_and_greedy_takes_the_best_of_it(params
 
 
 @pytest.mark.parametrize(
-    "cut", [{}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"repetition_penalty": 1.4}], ids=str
+    "cut", [{}, *EACH_CUT, {"repetition_penalty": 1.4}, {"repetition_penalty": 1.4, "top_n_sigma": 1.0}], ids=str
 )
-def test_processed_log_probabilities_are_those_of_the_tokens_that_were_allowed(cut):
+@each_draw
+def test_processed_log_probabilities_are_those_of_the_tokens_that_were_allowed(cut, native):
     x = logits(2, seed=12, vocab=64)
     ids = [3, 7, 31, 32, 50, 63]
     params = SamplingParams(**{"temperature": 0.8, "seed": 2, "logprobs": 20} | cut)
-    out = run(x, with_masks(inputs([params] * 2, positions=[3, 3]), [ids, None], 64), SEEN)
+    out = run(x, with_masks(inputs([params] * 2, positions=[3, 3]), [ids, None], 64), SEEN, native)
     for i, allowed in enumerate((ids, None)):
         history = [3, 3, 7] if params.has_penalty else []
         p = expected_distribution(by_hand(penalised(x[i], params, history, 1).astype(np.float32), allowed), params)
@@ -473,6 +597,37 @@ def test_masks_are_the_same_program():
     before = jitted._cache_size()
     run(x, with_masks(inputs([SamplingParams(temperature=0)] * 2), [[1], None]))
     assert jitted._cache_size() == before
+
+
+@pytest.mark.parametrize("vocab", [97, 1000])
+def test_the_edge_of_top_n_sigma_is_the_same_to_the_last_bit_in_every_batch(vocab):
+    x = logits(33, vocab=vocab)
+    deviation = jax.jit(_deviation)
+    together = np.asarray(deviation(x))
+    for rows in (1, 2, 8):
+        np.testing.assert_array_equal(deviation(x[:rows]), together[:rows])
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 20_001])
+def test_top_n_sigma_leaves_what_a_float64_leaves(vocab):
+    """Of any shape and level, with tokens that cannot be drawn, which have no part in the deviation."""
+    rng = np.random.default_rng(vocab)
+    n = np.array([0, 0.3, 1, 1, 1.5, 2, 3, 1e4, 1e-30], np.float32)
+    x = (rng.standard_normal((len(n), vocab)) * rng.choice([0.1, 3, 40], size=(len(n), 1))).astype(np.float32)
+    x += rng.choice([-200, 0, 90], size=(len(n), 1)).astype(np.float32)
+    x[:, 1:][rng.random((len(n), vocab - 1)) < 0.3] = -np.inf
+    x[3] = 2.5  # no deviation at all: nothing is left out
+    made = inputs([SamplingParams(top_n_sigma=float(one)) for one in n])
+    kept = np.asarray(jax.jit(_cut_sigma)(x, made))
+    for row, one, left in zip(x.astype(np.float64), n.astype(np.float64), kept, strict=True):
+        possible = row[row > -np.inf]
+        lowest = possible.max() - one * possible.std() if one else -np.inf
+        rounding = 1e-5 * possible.std() + 1e-6 * np.abs(possible).max()  # of the edge in float32
+        is_left = left > -np.inf
+        assert is_left[row.argmax()]
+        assert is_left[(row >= lowest + rounding) & (row > -np.inf)].all()
+        assert not is_left[row < lowest - rounding].any()
+        np.testing.assert_array_equal(left[is_left], row[is_left])
 
 
 def test_a_scored_token_is_scored_whatever_the_mask():

@@ -1,5 +1,7 @@
 """A start says what is being compiled while it compiles."""
 
+import pytest
+
 from quire.config import engine_config
 from quire.device.mesh import make_mesh
 from quire.device.runner import ModelRunner
@@ -7,9 +9,10 @@ from quire.engine.step_shapes import step_shapes
 from tests.tiny import tiny_config, tiny_params
 
 
+@pytest.mark.slow
 def test_every_program_is_named_before_it_is_ready():
     config, shapes = tiny_config(), step_shapes(engine_config(max_num_seqs=16, max_num_batched_tokens=16))
-    sizes = {"num_pages": 16, "page_size": 4, "pages_per_row": 8, "max_rounds": 2, "num_host_pages": 4}
+    sizes = {"num_pages": 16, "page_size": 4, "pages_per_row": 8, "max_rounds": 2, "num_host_pages": (4,)}
     params = dict(tiny_params(config), layers=[dict(layer) for layer in tiny_params(config)["layers"]])
     runner = ModelRunner(config, params, mesh=make_mesh(), dtype="float32", shapes=shapes, **sizes)
     calls: list[tuple[int, int, str]] = []
@@ -17,7 +20,7 @@ def test_every_program_is_named_before_it_is_ready():
 
     def progress(done: int, total: int, what: str) -> None:
         calls.append((done, total, what))
-        ready = {str(shape) for shape in runner._programs}
+        ready = {str(shape) for shape in runner._compiled}
         for name in what.split("; "):
             named.setdefault(name, set()).update(ready)
 

@@ -4,6 +4,7 @@ Imports nothing of quire, so it also works while quire is broken. Answers are ke
 repeated local run is instant; with CI=true the oracle always runs.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ PYTHON = ROOT / ".oracle/bin/python"
 SCRIPT = ROOT / "tests/oracle/hf.py"
 REQUIREMENTS = ROOT / "tests/oracle/requirements.txt"
 CACHE = ROOT / ".cache/oracle"
+WRITTEN = CACHE / os.environ.get("PYTEST_XDIST_WORKER", "main")
+"""Models that the oracle writes: each worker has its own, since one could read what another is writing."""
 
 TIMEOUT_SECONDS = 1800
 STDERR_TAIL_LINES = 30
@@ -62,9 +65,9 @@ def _key(command: str, model_dir: Path, requests_json: str) -> str:
     """Names an answer by all that decides it. Big weight files count by name and size: reading them is slow."""
     digest = hashlib.sha256()
     parts = [command.encode(), SCRIPT.read_bytes(), REQUIREMENTS.read_bytes(), requests_json.encode()]
-    for path in sorted(model_dir.iterdir()):
+    for path in sorted(path for path in model_dir.rglob("*") if path.is_file()):
         size = path.stat().st_size
-        parts += [path.name.encode(), str(size).encode()]
+        parts += [str(path.relative_to(model_dir)).encode(), str(size).encode()]
         if size <= HASHED_WHOLE_BYTES:
             parts.append(path.read_bytes())
     for part in parts:
@@ -73,7 +76,7 @@ def _key(command: str, model_dir: Path, requests_json: str) -> str:
 
 
 def hf(command: str, model_dir: Path, requests: list[dict], tmp_path: Path, timeout: float = TIMEOUT_SECONDS) -> Any:
-    """The oracle's answers to `requests`, in order: `greedy`, `logits` or `logprobs`, as `hf.py` describes them.
+    """The oracle's answers to `requests`, in order; the commands are those of `hf.py`, which describes them.
 
     Logits come as a list of float32 arrays [tokens, vocabulary].
     """
@@ -97,15 +100,16 @@ def hf(command: str, model_dir: Path, requests: list[dict], tmp_path: Path, time
 
 def smollm2(gguf: Path) -> Path:
     """The folder of the real model, converted to float32 by transformers; converted once."""
-    folder = CACHE / "smollm2"
+    folder = WRITTEN / "smollm2"
     run("smollm2", gguf, folder)
     return folder
 
 
+@functools.cache
 def checkpoints() -> Path:
     """The folder of the random checkpoints, one folder each, named as in `hf.CHECKPOINTS`."""
     pins = hashlib.sha256(SCRIPT.read_bytes() + REQUIREMENTS.read_bytes()).hexdigest()
-    folder = CACHE / "checkpoints"
+    folder = WRITTEN / "checkpoints"
     written_by = folder / "written-by"
     if in_ci() or not written_by.exists() or written_by.read_text() != pins:
         run("checkpoints", folder)

@@ -10,6 +10,10 @@ an error of ours cannot be on both sides of a comparison. `tests/oracle/harness.
     hf.py logits MODEL_DIR REQUESTS.json OUT.npz        [{"tokens": [ids], "prefill": n}]
                                                      -> "0", "1", ...: float32 [tokens, vocabulary]
     hf.py logprobs MODEL_DIR REQUESTS.json OUT.json     [{"tokens": [ids]}] -> [{"logprobs": [tokens - 1]}]
+    hf.py embed MODEL_DIR REQUESTS.json OUT.json        [{"tokens": [ids], "pooling": "last" or "mean"}]
+                                                     -> [{"embedding": [hidden size]}], of length 1
+
+MODEL_DIR may be a folder of such folders: then each request says which, {"model": name, ...}.
 
 Greedy never stops at an end-of-sequence token. `gaps` is the best logit minus the second best, whose token is
 in `runners_up`. Logprob i is that of token i + 1 given tokens 0..i. Progress goes to stderr.
@@ -30,17 +34,31 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    GptOssConfig,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    OlmoeConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 SEED = 20240229
@@ -65,6 +83,9 @@ TINY = {
 }
 
 
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
+
+
 def rope(theta: float, kind: str = "default", **scaling) -> dict:
     return {"rope_type": kind, "rope_theta": theta, **scaling}
 
@@ -74,6 +95,24 @@ def rope(theta: float, kind: str = "default", **scaling) -> dict:
 LLAMA3_ROPE = rope(
     5e5, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )
+
+YARN_ROPE = rope(5e5, "yarn", factor=8.0, original_max_position_embeddings=128, attention_factor=1.2)
+LONGROPE = rope(
+    1e4,
+    "longrope",
+    short_factor=[1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
+    long_factor=[2.0, 3.0, 4.0, 6.0, 9.0, 12.0],
+    partial_rotary_factor=0.75,
+    original_max_position_embeddings=512,
+)
+NO_TIE = {key: value for key, value in TINY.items() if key != "tie_word_embeddings"}
+GEMMA3 = NO_TIE | {"sliding_window": 24, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16, "head_dim": 32}
+GEMMA4 = NO_TIE | {"head_dim": 16, "global_head_dim": 32, "sliding_window": 24, "hidden_size_per_layer_input": 0}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+WINDOWS_OF_TWO = ["sliding_attention", "sliding_attention", "full_attention"]
+GPT_OSS = TINY | {"head_dim": 24, "sliding_window": 24, "num_local_experts": 6, "num_experts_per_tok": 3}
+GPT_OSS_ROPE = rope(15e4, "yarn", factor=8.0, original_max_position_embeddings=128, truncate=False)
+GEMMA3_ROPE = {"full_attention": rope(1e6, "linear", factor=8.0), "sliding_attention": rope(1e4)}
 
 CHECKPOINTS: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(**TINY | {"num_key_value_heads": 4}, rope_parameters=rope(1e4)),
@@ -90,7 +129,113 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
         max_window_layers=2,
         rope_parameters=rope(1e4),
     ),
+    # Every other layer sees all, and its rotation alone is scaled.
+    "gemma3": Gemma3TextConfig(**GEMMA3, tie_word_embeddings=True, rope_parameters=GEMMA3_ROPE),
+    "gemma3-untied": Gemma3TextConfig(
+        **GEMMA3 | {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 16, "query_pre_attn_scalar": 24},
+        tie_word_embeddings=False,
+        final_logit_softcapping=20.0,
+    ),
+    "gemma2": Gemma2Config(
+        **NO_TIE | {"num_attention_heads": 8, "num_key_value_heads": 1},
+        sliding_window=24,
+        head_dim=24,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=8.0,
+        final_logit_softcapping=10.0,
+        tie_word_embeddings=True,
+        rope_parameters=rope(1e4),
+    ),
+    # The layers that see all have heads of another size; in the second checkpoint also one projection for K and V.
+    "gemma4": Gemma4TextConfig(**GEMMA4, tie_word_embeddings=True),
+    "gemma4-shared": Gemma4TextConfig(
+        **GEMMA4 | {"num_attention_heads": 6, "num_key_value_heads": 2},
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=10.0,
+        tie_word_embeddings=False,
+    ),
+    "gpt_oss": GptOssConfig(**GPT_OSS, rope_parameters=GPT_OSS_ROPE),
+    "gpt_oss-untruncated": GptOssConfig(
+        **GPT_OSS | {"num_attention_heads": 8, "num_key_value_heads": 1, "tie_word_embeddings": True},
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        rope_parameters=GPT_OSS_ROPE | {"truncate": True},
+    ),
+    "granite": GraniteConfig(
+        **TINY | {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 96},
+        attention_multiplier=0.15,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        logits_scaling=2.5,
+        rope_parameters=rope(1e4),
+    ),
+    "granite-tied": GraniteConfig(
+        **TINY | {"tie_word_embeddings": True}, attention_multiplier=0.25, rope_parameters=rope(1e6)
+    ),
+    "ministral": MinistralConfig(
+        **TINY | {"num_key_value_heads": 4},
+        head_dim=32,
+        sliding_window=24,
+        layer_types=WINDOWS_OF_TWO,
+        rope_parameters=rope(1e6),
+    ),
+    "olmo2": Olmo2Config(**TINY, rope_parameters=rope(5e5)),
+    "olmo2-mha": Olmo2Config(
+        **TINY | {"num_key_value_heads": 4, "tie_word_embeddings": True}, rope_parameters=rope(1e4)
+    ),
+    "olmo3": Olmo3Config(
+        **TINY | {"num_attention_heads": 8, "num_key_value_heads": 1},
+        sliding_window=24,
+        layer_types=WINDOWS_OF_TWO,
+        rope_parameters={"full_attention": YARN_ROPE, "sliding_attention": rope(5e5)},
+    ),
+    "phi3": Phi3Config(
+        **TINY | {"tie_word_embeddings": True}, pad_token_id=0, sliding_window=48, rope_parameters=rope(1e4)
+    ),
+    # Of heads of 16 dimensions 12 turn. Longer contexts than 512 would have other factors.
+    "phi3-longrope": Phi3Config(
+        **TINY | {"num_key_value_heads": 4},
+        pad_token_id=0,
+        original_max_position_embeddings=512,
+        rope_parameters=LONGROPE,
+    ),
+    "smollm3": SmolLM3Config(
+        **TINY | {"num_hidden_layers": 5, "tie_word_embeddings": True, "pad_token_id": 0}, rope_parameters=rope(2e6)
+    ),
+    "smollm3-window": SmolLM3Config(
+        **TINY | {"num_attention_heads": 6, "hidden_size": 96, "pad_token_id": 0},
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=24,
+        rope_parameters=rope(1e4),
+    ),
     "qwen3": Qwen3Config(**TINY | {"num_attention_heads": 6}, head_dim=32, rope_parameters=rope(1e6)),
+    # Layer 1 has a plain feed-forward.
+    "qwen3_moe": Qwen3MoeConfig(
+        **TINY,
+        **EXPERTS,
+        head_dim=16,
+        moe_intermediate_size=48,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        rope_parameters=rope(1e6),
+    ),
+    # Every second layer has experts, whose weights are left as they are.
+    "qwen3_moe-step": Qwen3MoeConfig(
+        **TINY | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+        **EXPERTS,
+        head_dim=32,
+        moe_intermediate_size=40,
+        decoder_sparse_step=2,
+        rope_parameters=rope(1e4),
+    ),
+    "olmoe": OlmoeConfig(**TINY | {"num_attention_heads": 8}, **EXPERTS, rope_parameters=rope(1e4)),
+    "olmoe-normalized": OlmoeConfig(
+        **TINY | {"num_key_value_heads": 1}, **EXPERTS, norm_topk_prob=True, rope_parameters=rope(1e4)
+    ),
+    "mixtral": MixtralConfig(
+        **TINY, num_local_experts=5, num_experts_per_tok=2, sliding_window=24, rope_parameters=rope(1e6)
+    ),
 }
 
 
@@ -100,9 +245,10 @@ def log(message: str) -> None:
 
 def load(model_dir: Path) -> PreTrainedModel:
     # Eager attention masks with the plain rule `position - window < key <= position`, one softmax in float32.
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-    ).eval()
+    )
+    return model.float().eval()  # what was quantised is expanded to bfloat16, whatever is asked for
 
 
 class Sequence:
@@ -151,7 +297,13 @@ def logprobs(model: PreTrainedModel, tokens: list[int]) -> dict:
     return {"logprobs": (chosen - logits.logsumexp(1)).tolist()}
 
 
-RUN = {"greedy": greedy, "logits": logits, "logprobs": logprobs}
+def embed(model: PreTrainedModel, tokens: list[int], pooling: str) -> dict:
+    hidden = model.base_model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    pooled = hidden[-1] if pooling == "last" else hidden.mean(0)
+    return {"embedding": torch.nn.functional.normalize(pooled, dim=0).tolist()}
+
+
+RUN = {"greedy": greedy, "logits": logits, "logprobs": logprobs, "embed": embed}
 
 
 def answer(command: str, model_dir: Path, requests_path: Path, out: Path) -> None:
@@ -171,14 +323,15 @@ def answer(command: str, model_dir: Path, requests_path: Path, out: Path) -> Non
 
 
 def start_worker(model_dir: Path) -> None:
-    global model
+    global folder, model
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    model = load(model_dir)
+    folder, model = model_dir, load(model_dir) if (model_dir / "config.json").exists() else None
 
 
 def answer_one(command: str, request: dict):
-    return RUN[command](model, **request)
+    of_request = load(folder / request.pop("model")) if model is None else model
+    return RUN[command](of_request, **request)
 
 
 def write_smollm2(gguf: Path, out_dir: Path) -> None:
@@ -226,14 +379,34 @@ def write_smollm2(gguf: Path, out_dir: Path) -> None:
 def randomise(model: PreTrainedModel) -> None:
     """Draws every parameter so that none can be left out unnoticed: norms are not 1, biases are not 0."""
     generator = torch.Generator().manual_seed(SEED)
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5, generator=generator)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.uniform_(0.5, 2.0, generator=generator)
         elif name.endswith("bias") or "embed_tokens" in name:
             parameter.normal_(0.0, 0.5, generator=generator)
         else:
-            fan_in = parameter.shape[1]
+            is_transposed = name.endswith(("experts.gate_up_proj", "experts.down_proj")) and "gpt_oss" in str(
+                type(model)
+            )
+            fan_in = parameter.shape[-2 if is_transposed else -1]
             parameter.normal_(0.0, 1.5 / fan_in**0.5, generator=generator)
+
+
+def quantise_experts(folder: Path) -> None:
+    """Puts experts in MXFP4, of random bits, into the place of a checkpoint's own; transformers expands them itself."""
+    generator, tensors = torch.Generator().manual_seed(SEED), load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        num_experts, inner, outputs = tensors.pop(name).shape
+        shape = (num_experts, outputs, inner // 32)
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, shape, dtype=torch.uint8, generator=generator)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "dequantize": True}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def spell_the_old_way(config_path: Path) -> None:
@@ -254,6 +427,9 @@ def write_checkpoints(out_dir: Path) -> None:
         randomise(model)
         model.save_pretrained(folder)
         log(f"{name}: {sum(p.numel() for p in model.parameters())} parameters")
+        if name == "gpt_oss":
+            model.save_pretrained(out_dir / "gpt_oss-mxfp4")
+            quantise_experts(out_dir / "gpt_oss-mxfp4")
         if name == "llama3":
             sharded = out_dir / "llama3-sharded"
             shutil.rmtree(sharded, ignore_errors=True)
@@ -269,7 +445,7 @@ def main() -> None:
     smollm2.add_argument("out_dir", type=Path)
     checkpoints = commands.add_parser("checkpoints")
     checkpoints.add_argument("out_dir", type=Path)
-    for name in ("greedy", "logits", "logprobs"):
+    for name in RUN:
         command = commands.add_parser(name)
         command.add_argument("model_dir", type=Path)
         command.add_argument("requests", type=Path)

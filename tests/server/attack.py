@@ -20,7 +20,7 @@ KEY = "a-key-for-the-tests"
 OTHER_KEY = "another-key-for-the-tests"
 PROMPT = "The bystander speaks of other things: "
 NUM_TOKENS = 300
-LONGEST_GAP_S = 2.0
+LONGEST_GAP_S = 5.0
 """What nobody would call undisturbed any more; the machine that runs the tests is slow and busy at times."""
 
 
@@ -32,6 +32,8 @@ class StreamRecord:
     """One stream as it was read."""
 
     token_ids: list[int] = dataclasses.field(default_factory=list)
+    first_s: float = 0.0
+    """Seconds until the first tokens came."""
     gaps: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -46,10 +48,10 @@ def read_stream(connection: http.client.HTTPConnection, key: str | None, record:
         "return_token_ids": True,
     }
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    begin, last = time.monotonic(), None
     connection.request("POST", "/v1/completions", json.dumps(body), headers)
     response = connection.getresponse()
     assert response.status == 200, response.read()
-    last = None
     while line := response.readline():
         if not line.startswith(b"data: {"):
             continue
@@ -57,7 +59,9 @@ def read_stream(connection: http.client.HTTPConnection, key: str | None, record:
         chunk = json.loads(line[6:])
         assert "error" not in chunk, chunk
         record.token_ids += chunk["choices"][0]["token_ids"]
-        if last is not None:
+        if last is None:
+            record.first_s = now - begin
+        else:
             record.gaps.append(now - last)
         last = now
 
@@ -69,7 +73,7 @@ def bystander(server: Server, offline, key: str | None = None) -> Iterator[None]
     All on one connection: that others can take all that are left is no secret, and has its own test.
     """
     expected = _expected(offline)
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=30)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LONGEST_S)
     quiet, streams = StreamRecord(), list[StreamRecord]()
     errors: list[BaseException] = []
     over = threading.Event()
@@ -96,7 +100,10 @@ def bystander(server: Server, offline, key: str | None = None) -> Iterator[None]
         raise errors[0]
     assert [record.token_ids for record in streams] == [expected] * len(streams)
     gaps = [gap for record in streams for gap in record.gaps]
-    assert max(gaps) < LONGEST_GAP_S, f"the bystander waited {max(gaps):.2f} s; in quiet {max(quiet.gaps):.3f} s"
+    longest = max([*gaps, *(record.first_s for record in streams)])
+    assert longest < LONGEST_GAP_S, f"the bystander waited {longest:.2f} s; in quiet {max(quiet.gaps):.3f} s"
+    if not gaps:  # the one stream there was time for came in one piece
+        return
     usual, before = statistics.median(gaps), statistics.median(quiet.gaps)
     assert usual < 10 * before + 0.05, f"a token every {usual * 1e3:.1f} ms; in quiet every {before * 1e3:.1f} ms"
 

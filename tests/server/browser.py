@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.server.process import LONGEST_S
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
@@ -68,7 +70,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, condition: str, timeout_s: float = 20) -> None:
+    def wait(self, condition: str, timeout_s: float = LONGEST_S) -> None:
         deadline = time.monotonic() + timeout_s
         while not self.run(condition):
             assert time.monotonic() < deadline, f"never true: {condition}\n{self.run('document.body.innerText')}"

@@ -2,10 +2,8 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.server.attack", "tests.server.process")  # else `python -O` drops their checks
-
-from tests.server.process import SMALL, serving  # noqa: E402
-from tests.server.tiny_folder import write_tiny_folder  # noqa: E402
+from tests.server.process import SMALL, serving
+from tests.server.tiny_folder import write_tiny_folder
 
 
 @pytest.fixture(scope="session")

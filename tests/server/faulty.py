@@ -25,7 +25,7 @@ def faulty_run(self, inputs):
         if fault == "raise":
             raise RuntimeError("injected before dispatch")
         if fault == "lose":
-            jax.tree.map(lambda array: array.delete(), self._cache)
+            jax.tree.map(lambda array: array.delete(), self._caches)
             raise RuntimeError("injected inside the program")
         if fault == "hang":
             time.sleep(3600)

@@ -16,11 +16,18 @@ from pathlib import Path
 PYTHON = [sys.executable, *["-O"] * sys.flags.optimize]
 """As the tests themselves run."""
 READY = re.compile(r"ready on (http://\S+)/v1(?: and grpc://(\S+);)?")
-START_TIMEOUT_S = 120
-LONGEST_S = 60.0
+START_TIMEOUT_S = 600
+LONGEST_S = 600.0
 """What is waited for comes long before, and at some time even where many other things run: else it never does."""
 SMALL = ("--dtype", "float32", "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--num-pages", "512")
 """Few and small programs."""
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file that another process looks for: it finds all of it, or nothing."""
+    part = file.with_suffix(".part")
+    part.write_text(text)
+    part.rename(file)
 
 
 class Server:
@@ -80,7 +87,7 @@ class Server:
         }
         request = urllib.request.Request(self.url + path, body, named, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=60) as response:
+            with urllib.request.urlopen(request, timeout=LONGEST_S) as response:
                 return response.status, response.read()
         except urllib.error.HTTPError as error:
             return error.code, error.read()
@@ -110,7 +117,7 @@ class Server:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"VmRSS:\s+(\d+)", status)[1]) << 10  # type: ignore[index]
 
-    def terminate(self, timeout_s: float = 60) -> int:
+    def terminate(self, timeout_s: float = LONGEST_S) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout_s)
 

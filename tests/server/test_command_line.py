@@ -8,15 +8,18 @@ import typing
 
 import pytest
 
-from quire import LLM, EngineConfig
-from quire.cli import build_parser, main
+from quire import LLM, EngineConfig, SamplingParams
+from quire.cli import build_parser, main, sampling_params
 from quire.config import EngineKnobs
+from quire.testing import fake_engine
+from tests.server.tiny_folder import write_tiny_folder
+from tests.tiny import tiny_llm
 
 SCREEN = 50
 
 
 def quire(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
@@ -63,6 +66,72 @@ def test_a_flag_is_written_out(capsys):
     assert "--max-num-s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["m", "a", "b", "--max-tokens", "3"],
+        ["m", "--max-tokens", "3", "a", "b"],
+        ["--max-tokens", "3", "m", "a", "b"],
+        ["m", "a", "--max-tokens", "3", "b"],
+        ["m", "--max-tokens", "3", "--", "a", "b"],
+    ],
+    ids=" ".join,
+)
+def test_flags_may_stand_before_between_and_behind_prompts(args):
+    parsed = build_parser().parse_args(["generate", *args])
+    assert (parsed.model, parsed.prompt, parsed.max_tokens) == ("m", ["a", "b"], 3)
+
+
+def test_a_benchmarks_flags_may_stand_before_its_model():
+    parsed = build_parser().parse_args(["bench", "throughput", "--rows", "2", "m"])
+    assert (parsed.kind, parsed.model) == ("throughput", "m")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["generate", "m", "hi", "--max-num-s", "4"], "did you mean --max-num-seqs?"),
+        (["serve", "m", "--prot=9"], "did you mean --port?"),
+        (["chat", "m", "--temprature", "1"], "did you mean --temperature?"),
+        (["generate", "m", "hi", "--xyzzy"], "unrecognized arguments: --xyzzy"),
+    ],
+    ids=str,
+)
+def test_an_unknown_flag_is_refused_with_the_one_that_was_meant(args, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "MODEL", "hi"], ["chat", "MODEL"]], ids=str)
+def test_more_tokens_than_ever_fit_are_refused_before_the_weights_are_read(command, tmp_path, capsys):
+    folder = write_tiny_folder(tmp_path / "tiny")
+    (folder / "model.safetensors").unlink()
+    command = [str(folder) if word == "MODEL" else word for word in command]
+    assert main([*command, "--max-tokens", "4096"]) == 2
+    assert "--max-tokens 4096 and a prompt are more than the model's length, 4096" in capsys.readouterr().err
+    assert main([*command, "--max-model-len", "20", "--max-tokens", "20"]) == 2
+    assert "--max-tokens 20 and a prompt are more than --max-model-len, 20" in capsys.readouterr().err
+    assert main([*command, "--max-tokens", "4095"]) == 2
+    assert "no .safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench", "pull"])
+def test_every_command_that_takes_a_model_takes_a_revision(command):
+    kind = ["throughput"] if command == "bench" else []
+    assert build_parser().parse_args([command, *kind, "org/name", "--revision", "v1"]).revision == "v1"
+
+
+def test_flags_that_are_not_given_are_the_models():
+    parsed = build_parser().parse_args(["chat", "org/name", "--top-k", "3"])
+    stated = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    assert sampling_params(parsed, stated) == SamplingParams(temperature=0.6, top_k=3, repetition_penalty=1.1)
+    assert sampling_params(parsed, SamplingParams()) == SamplingParams(temperature=0.7, top_k=3)
+    parsed = build_parser().parse_args(["chat", "org/name", "--temperature", "1"])
+    assert sampling_params(parsed, stated).temperature == 1.0
+
+
 def test_a_model_that_is_not_there_is_one_line():
     done = quire("serve", "./no-such-model", "--port", "0")
     assert done.returncode == 2
@@ -70,6 +139,7 @@ def test_a_model_that_is_not_there_is_one_line():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_bench_against_a_server(server):
     done = quire(
         "bench",
@@ -90,11 +160,39 @@ def test_bench_against_a_server(server):
     assert '"client_cpu_s"' in done.stdout
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9/v1", "http://nowhere.invalid/v1"])
+def test_bench_against_a_server_that_is_gone_is_one_line(url, capsys):
+    assert main(["bench", "serve", "--url", url]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"quire: {url} cannot be reached: ")
+    assert line.endswith("; is the server running?")
+
+
+def test_a_length_that_the_pool_cannot_hold_is_refused_with_both_knobs(capsys):
+    assert main(["serve", "no-such-model", "--num-pages", "4", "--max-model-len", "1000", "--port", "0"]) == 2
+    assert "max_model_len=1000 is more than the 64 tokens that num_pages=4 of page_size=16" in capsys.readouterr().err
+    EngineConfig(num_pages=4, max_model_len=65)  # the last token drawn needs no place
+
+
+def test_more_pages_than_memory_are_refused_with_the_knob():
+    with pytest.raises(
+        ValueError, match=r"num_pages: 1,000,000,000 pages of .* GiB of memory are free; lower num_pages"
+    ):
+        tiny_llm(num_pages=10**9)
+
+
+def test_what_is_told_is_what_the_pool_holds():
+    assert fake_engine(num_pages=4, page_size=4).max_request_len == 16
+    assert fake_engine(num_pages=400, page_size=4).max_request_len == 64
+
+
 def test_the_engines_knobs_are_stated_once():
-    """`LLM` takes every field of the config by its type, and has no default of its own for any."""
-    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig)}
+    """`LLM` takes every field of the config by its type, and has no default of its own for any. A mesh may also be
+    jax's own, of which the config knows nothing.
+    """
+    fields = {field.name: field.type for field in dataclasses.fields(EngineConfig) if field.name != "mesh"}
     assert typing.get_type_hints(EngineKnobs) == fields
     taken = inspect.signature(LLM.__init__).parameters
     assert not set(taken) & set(fields)
-    with pytest.raises(ValueError, match=r"max_seqs is not a knob of the engine; did you mean max_num_seqs\?"):
+    with pytest.raises(ValueError, match=r"EngineConfig has no max_seqs; did you mean max_num_seqs\?"):
         LLM("nowhere", max_seqs=4)  # pyright: ignore[reportCallIssue]

@@ -14,6 +14,7 @@ def warnings_of(server) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_full_disk_for_the_compile_cache_costs_only_time(tiny_folder, tmp_path, offline):
     cache = ("--compile-cache", str(tmp_path / "cache"))
     with serving(tiny_folder, *SMALL, *cache, launcher=FULL_DISK) as server, bystander(server, offline):

@@ -2,10 +2,10 @@
 
 import pytest
 
+from quire.async_llm.errors import GenerationError
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
 from quire.server.errors import as_api_error
-from quire.server.stream import StreamError
 
 
 @pytest.mark.parametrize("message", ["top_k=5 is less than it was", "max_model_len", "request a: b has c", ""])
@@ -26,6 +26,6 @@ def test_a_client_is_not_told_the_id_that_its_request_has_inside():
 
 
 def test_a_stream_that_was_refused_says_why():
-    error = as_api_error(StreamError("no", "invalid", field="structured", code="invalid_value"))
+    error = as_api_error(RequestError("no", field="structured", request_id="r"))
     assert (error.status, error.param, error.code) == (400, "structured", "invalid_value")
-    assert as_api_error(StreamError("no", "deadline")).code == "deadline"
+    assert as_api_error(GenerationError("no", "deadline")).code == "deadline"

@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -17,14 +18,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import SamplingParams
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.grpc.proto import quire_pb2_grpc
-from tests.server.process import SMALL, serving
+from tests.server.process import LONGEST_S, SMALL, serving
 
 pytestmark = pytest.mark.own_server
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = "key-of-one-tenant", "key-of-another"
 PROMPT = "The old harbour was quiet, and "
-METHODS = ("Generate", "Run", "Abort", "GetModel")
+METHODS = ("Generate", "Run", "Embed", "Abort", "GetModel")
 Ask = pb.GenerateRequest
 
 
@@ -47,7 +48,7 @@ class Client:
         self.channel.close()
 
     def call(self, method, request, **how):
-        return getattr(self.stub, method)(request, metadata=self.metadata, timeout=how.pop("timeout", 60), **how)
+        return getattr(self.stub, method)(request, metadata=self.metadata, timeout=how.pop("timeout", LONGEST_S), **how)
 
     def generate(self, **fields):
         return self.call("Generate", Ask(**fields))
@@ -63,7 +64,7 @@ class Client:
 
     def health(self, service=""):
         stub = health_pb2_grpc.HealthStub(self.channel)
-        status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=10).status
+        status = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=LONGEST_S).status
         return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
 
 
@@ -116,7 +117,7 @@ def test_generate_says_what_the_library_says(client, offline):
     ((text, ids, reason),), last = gather(updates)
     assert (text, ids) == (whole.outputs[0].text, whole.outputs[0].token_ids)
     assert pb.FinishReason.Name(reason) == f"FINISH_REASON_{whole.outputs[0].finish_reason.upper()}"
-    assert len(updates) > 5
+    assert len(updates) > 1
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(PROMPT), len(ids))
     assert not any(update.HasField("usage") for update in updates[:-1])
     assert len({update.request_id for update in updates}) == 1
@@ -197,6 +198,70 @@ def test_the_model_is_described(client, offline):
     assert (model.name, model.vocab_size) == ("tiny", offline.engine.model.vocab_size)
     assert model.max_model_len == offline.engine.max_model_len
     assert client.run(text="x", max_tokens=1, model="tiny").outputs
+
+
+# -- embedding --------------------------------------------------------------------------------------------------------
+
+
+def texts(*given):
+    return pb.EmbedRequest(texts=pb.Texts(texts=given))
+
+
+def id_lists(*given, **fields):
+    return pb.EmbedRequest(token_ids=pb.TokenIdLists(lists=[pb.TokenIds(ids=one) for one in given]), **fields)
+
+
+def vectors(response):
+    return np.array([list(one.values) for one in response.embeddings], np.float32)
+
+
+def test_embeddings_are_those_of_the_library(client, offline):
+    response = client.call("Embed", texts(PROMPT, "a", "é"))
+    np.testing.assert_allclose(vectors(response), offline.embed([PROMPT, "a", "é"]), atol=1e-5)
+    assert response.usage.prompt_tokens == len(PROMPT) + 1 + 2
+    lists = [list(range(20, 60)), [7]]
+    response = client.call("Embed", id_lists(*lists, dimensions=5, model="tiny"))
+    np.testing.assert_allclose(vectors(response), offline.embed(lists, dimensions=5), atol=1e-5)
+    assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (41, 0)
+
+
+def test_more_inputs_than_may_wait_are_embedded_in_turns(client, rpc_server):
+    response = client.call("Embed", id_lists(*([i % 200] for i in range(600))))
+    assert len(response.embeddings) == 600
+    few = client.call("Embed", id_lists([0], [1]))
+    np.testing.assert_allclose(vectors(response)[[0, 1, 200]], vectors(few)[[0, 1, 0]], atol=1e-5)
+    rpc_server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field", "match"),
+    [
+        (pb.EmbedRequest(), "input", "missing"),
+        (texts(), "input", "length >= 1"),
+        (texts(""), "input", "the prompt is empty"),
+        (id_lists([1], []), "input", "the prompt is empty"),
+        (id_lists([99999]), "input", "is no token id"),
+        (id_lists([1 << 31]), "input", "Expected"),
+        (id_lists([1] * 5000), "input", "4,096"),
+        (texts("x" * 5000), "input", "max_model_len=4096"),
+        (texts(*["a"] * 2049), "input", "at most 2,048"),
+        (id_lists([1], dimensions=0), "dimensions", ">= 1"),
+        (id_lists([1], dimensions=1 << 20), "dimensions", "the model's hidden size"),
+        (id_lists([1], priority=1), "priority", "--max-priority"),
+        (id_lists([1], cache_salt="x" * 2000), "cache_salt", "<="),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_an_error_about_embeddings_names_the_field(fails, request_, field, match):
+    trailing = fails(StatusCode.INVALID_ARGUMENT, "Embed", request_, match=match)
+    assert trailing["quire-field"].startswith(field)
+
+
+def test_embedding_ends_with_its_call(fails, rpc_server):
+    many = id_lists(*([i % 200] * 900 for i in range(500)))
+    fails(StatusCode.NOT_FOUND, "Embed", id_lists([1], model="other"), match="does not exist")
+    fails(StatusCode.DEADLINE_EXCEEDED, "Embed", many, timeout=0.5)
+    rpc_server.wait_idle()
 
 
 # -- how it ends ------------------------------------------------------------------------------------------------------
@@ -362,7 +427,7 @@ def test_bytes_that_are_no_grpc_do_not_disturb_a_bystander(client, rpc_server, o
     stream = client.generate(text=PROMPT, temperature=0, max_tokens=400)
     host, _, port = rpc_server.grpc.rpartition(":")
     for data in (pickle.dumps(Attack()) * 100, b"GET / HTTP/1.1\r\n\r\n", b"\0" * 100_000, b""):
-        with socket.create_connection((host, int(port)), timeout=10) as peer:
+        with socket.create_connection((host, int(port)), timeout=LONGEST_S) as peer:
             peer.sendall(data)
     ((_, ids, _),), _ = gather(stream)
     assert ids == expected(offline, PROMPT, temperature=0, max_tokens=400).outputs[0].token_ids
@@ -390,7 +455,7 @@ def test_overload_unread_streams_and_draining(tiny_folder):
         _check_overload(client)
         server.wait_idle()
         _check_drain(server, client)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(LONGEST_S) == 0
 
 
 def _check_unsent(client):
@@ -459,7 +524,7 @@ def test_a_port_that_is_taken_is_one_line(tiny_folder):
         taken.listen()
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "quire", "serve", str(tiny_folder), "--port", "0", "--grpc-port", port]
-        out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        out = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONGEST_S)
     assert out.returncode == 2
     assert out.stderr == f"quire: --grpc-port {port} on 127.0.0.1 cannot be listened on\n"
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from quire import SamplingParams
-from tests.server.process import LONGEST_S, SMALL, serving
+from tests.server.process import LONGEST_S, SMALL, serving, write_whole
 
 pytestmark = pytest.mark.own_server
 
@@ -39,16 +39,17 @@ def read_stream(server, prompt: str, max_tokens: int, started: threading.Event |
 
 @pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_takes_nothing_new(tiny_folder, offline):
-    with serving(tiny_folder, *SMALL) as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
+    flags = (*SMALL, "--max-rounds", "1", "--num-pages", "1024")  # slow: more time to look than anybody needs
+    with serving(tiny_folder, *flags) as server, concurrent.futures.ThreadPoolExecutor(6) as pool:
         starts = [threading.Event() for _ in range(4)]
-        running = [pool.submit(read_stream, server, f"drain {i} ", 1500, starts[i]) for i in range(4)]
-        assert all(start.wait(30) for start in starts)
+        running = [pool.submit(read_stream, server, f"drain {i} ", 3000, starts[i]) for i in range(4)]
+        assert all(start.wait(LONGEST_S) for start in starts)
         leaving = pool.submit(server.terminate)
         while server.get("/readyz")[0] == 200:
             assert not any(run.done() for run in running), "readiness must be false at once"
         assert server.get("/livez")[0] == 200
         assert server.post("/v1/completions", {"model": "tiny", "prompt": "x"})[0] == 503
-        assert [run.result() for run in running] == [offline_text(offline, f"drain {i} ", 1500) for i in range(4)]
+        assert [run.result() for run in running] == [offline_text(offline, f"drain {i} ", 3000) for i in range(4)]
         assert leaving.result() == 0
 
 
@@ -58,7 +59,7 @@ def test_a_drain_that_takes_too_long_is_cut(tiny_folder):
         start = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             run = pool.submit(read_stream, server, "endless ", 4000, start)  # at most a round a dispatch: seconds
-            assert start.wait(30)
+            assert start.wait(LONGEST_S)
             assert server.terminate() == 0
             with pytest.raises(openai.APIError):
                 run.result()
@@ -83,6 +84,7 @@ def test_a_deadline_ends_a_request_wherever_it_is(server, stream):
         "prompt": "late ",
         "max_tokens": 4000,
         "ignore_eos": True,
+        "n": 64,
         "timeout": 0.4,
         "stream": stream,
     }
@@ -122,13 +124,12 @@ def test_a_step_that_fails_before_dispatch_fails_its_requests_and_nothing_else(f
 def test_a_step_that_fails_on_the_device_is_computed_again(faulty, offline):
     server, file = faulty
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        starts = [threading.Event() for _ in range(3)]
-        runs = [pool.submit(read_stream, server, f"again {i} ", 900, starts[i]) for i in range(3)]
-        assert all(start.wait(30) for start in starts)
         failed = server.metric("quire_failed_steps_total")
-        (file.parent / "next").write_text("lose")
-        (file.parent / "next").rename(file)  # whole, or not there
-        assert [run.result() for run in runs] == [offline_text(offline, f"again {i} ", 900) for i in range(3)]
+        starts = [threading.Event() for _ in range(3)]
+        runs = [pool.submit(read_stream, server, f"again {i} ", 2500, starts[i]) for i in range(3)]
+        assert starts[0].wait(LONGEST_S)
+        write_whole(file, "lose")
+        assert [run.result() for run in runs] == [offline_text(offline, f"again {i} ", 2500) for i in range(3)]
     assert server.metric("quire_failed_steps_total") == failed + 1
     server.wait_idle()
 

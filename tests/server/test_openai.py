@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from quire import SamplingParams
+from tests.server.process import LONGEST_S
 
 PROMPT = "The old harbour was quiet, and "
 MESSAGES = [{"role": "user", "content": "What is a quire?"}]
@@ -62,7 +63,7 @@ def test_a_stream_says_the_same_and_ends_with_usage(client, offline):
     )
     whole = expected(offline, PROMPT, max_tokens=50)
     assert "".join(event.choices[0].text for event in events if event.choices) == whole.outputs[0].text
-    assert len(events) > 5
+    assert len(events) > 3, "text, the reason, and what was used"
     assert events[-1].choices == []
     assert events[-1].usage.completion_tokens == len(whole.outputs[0].token_ids)
     assert events[-2].choices[0].finish_reason in ("length", "stop")
@@ -198,7 +199,8 @@ def test_tokenize_and_back(server):
         ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "invalid_value"),
         ({"prompt": "x", "temperature": 9}, "temperature", "invalid_value"),
         ({"prompt": "x", "n": True}, "n", "invalid_value"),
-        ({"prompt": "x", "colour": 1}, "colour", "unknown_field"),
+        ({"prompt": "x", "best_of": 2}, "best_of", "invalid_value"),
+        ({"prompt": "x", "guided_regex": "a"}, "guided_regex", "unsupported_field"),
         ({}, "prompt", "missing_field"),
         ({"prompt": [1, "x"]}, "prompt", None),
         ({"prompt": "x", "max_tokens": 10**6}, "prompt", "context_length_exceeded"),
@@ -363,7 +365,7 @@ def test_a_conversation_with_a_tools_answer_goes_on(client):
 )
 def test_no_answer_is_stored_or_guessed_at(server, method, path, body, status):
     """By a cache on the way, or by a browser that would take it for a page."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=LONGEST_S)
     connection.putrequest(method, path)
     connection.putheader("content-type", "application/json")
     connection.putheader("content-length", str(len(body or b"")))

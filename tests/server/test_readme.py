@@ -25,6 +25,6 @@ def test_the_examples_run(smollm2_gguf):
         (program,) = examples("python")
         for command, says in ((["bash", "-c", curl], "Paris"), ([sys.executable, "-c", program], '"city"')):
             command = [part.replace("http://127.0.0.1:8000", server.url) for part in command]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
             assert done.returncode == 0, done.stderr
             assert says in done.stdout

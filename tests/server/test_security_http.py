@@ -41,7 +41,7 @@ MAX_CONNECTIONS = 200
 MAX_BODY_BYTES = 1 << 20
 ASK = json.dumps({"model": "tiny", "prompt": "x", "max_tokens": 2}).encode()
 ADMIN_KEY = "a-key-for-administrators"
-NEEDS_NO_KEY = {"/health", "/livez", "/readyz", "/metrics"}
+NEEDS_NO_KEY = {"/health", "/livez", "/readyz", "/metrics", "/openapi.json", "/", "/docs"}
 ADMIN_NEEDS_NO_KEY = {"/debug"}
 """A page without any data."""
 
@@ -250,7 +250,7 @@ def test_what_is_not_http_is_told_so_or_cut_off(locked, undisturbed):
         b"\x00" * 100_000,
         b"GET\r\n\r\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /v1/models HTTP/9.9\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nHost: x\x00y\r\n\r\n",
     ):
         with connect(locked) as client:
@@ -351,6 +351,7 @@ def _labelled(server, name: str) -> float:
     return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)), 0.0)
 
 
+@pytest.mark.alone
 def test_an_answer_is_not_held_back_for_an_acknowledgement(locked):
     """On a connection that is used again, Nagle's algorithm would wait 40 ms for the client's kernel."""
     with connect(locked) as client:
@@ -549,7 +550,7 @@ def test_it_listens_on_loopback_and_nowhere_else(server, locked):
 
 def test_it_does_not_listen_beyond_this_machine_without_a_key(tiny_folder):
     command = [*PYTHON, "-m", "quire", "serve", str(tiny_folder), "--host", "0.0.0.0", "--port", "0"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     assert run.returncode == 2
     assert "there is no API key" in run.stderr
     for host in ("::", "192.0.2.1", "example.org", "localhost.example.org", "0"):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.own_server
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
 COMPLETION = {"model": "tiny", "prompt": "x", "max_tokens": 2}
+RESPONSE = {"model": "tiny", "input": "x", "max_output_tokens": 2}
 HOSTILE_TEMPLATE = (
     """\
 {%- if messages[0].content == 'loop' %}{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}
@@ -57,6 +58,7 @@ EXAMPLES = {
     "model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "role": "user", "id": "x",
     "name": "f", "arguments": "{}", "type": "function", "function": {"name": "f", "arguments": "{}"}, "tokens": [1],
     "text": "x", "json_schema": {"name": "f", "schema": {}}, "schema": {},
+    "input": "x",
 }  # fmt: skip
 HOLE = "@hole@"
 
@@ -114,7 +116,7 @@ def test_every_number_out_of_its_limits_is_refused_at_once(server, offline):
             for text in texts:
                 body = json.dumps(place(HOLE))
                 is_key = f'"{HOLE}":' in body
-                if text == '"1"' and (is_key or name == ".prompt[]"):
+                if text == '"1"' and (is_key or name in (".prompt[]", ".input[]")):
                     continue  # a string may be there
                 body = body.replace(HOLE, text.strip('"')) if is_key else body.replace(f'"{HOLE}"', text)
                 status, answer = server.ask("POST", path, body.encode())
@@ -149,15 +151,20 @@ def test_what_is_nested_too_deeply_or_named_too_long_is_refused(server, offline)
                 b'{"model":"tiny","messages":[{"role":"user","content":"x"}],"tools":[{"type":"function","function":'
                 b'{"name":"f","parameters":{"a":' + deep + b"}}}]}",
                 b'{"model":"tiny","messages":' + deep + b"}",
+                b'{"model":"tiny","input":"x","tools":[{"type":"function","name":"f","parameters":{"a":'
+                + deep
+                + b"}}]}",
+                b'{"model":"tiny","input":' + deep + b"}",
                 deep,
                 b'{"a":' * depth + b"1" + b"}" * depth,
             ):
-                for path in ("/v1/completions", "/v1/chat/completions"):
+                for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses"):
                     status, answer = server.ask("POST", path, body)
                     assert status == 400, (depth, path, body[:60], answer)
-        status, answer = server.post("/v1/completions", COMPLETION | {"k" * 100_000: 1})
-        assert status == 400
+        status, answer = server.post("/v1/completions", COMPLETION | {"k" * 100_000: 1, "max_tokens": 1})
+        assert status == 200, "ignored"
         assert len(answer) < 5000
+        assert not any("k" * 100 in line for line in server.lines)
 
 
 # -- T12: templates, T6: code in a model's folder ---------------------------------------------------------------------
@@ -167,7 +174,7 @@ def test_a_request_brings_no_template(server, offline):
     with bystander(server, offline):
         for field in ("chat_template", "template", "add_generation_prompt", "documents"):
             status, answer = server.post("/v1/chat/completions", CHAT | {field: "{{ 7 * 7 }}"})
-            assert (status, json.loads(answer)["error"]["code"]) == (400, "unknown_field")
+            assert (status, json.loads(answer)["error"]["code"]) == (400, "unsupported_field")
         for name in ("messages", "chat_template", "tools", "bos_token", "namespace", "range", "self", "__class__", "x"):
             status, answer = server.post("/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: "x"}})
             assert (status, json.loads(answer)["error"]["param"]) == (400, "chat_template_kwargs"), name
@@ -195,7 +202,8 @@ def test_a_hostile_template_does_not_stop_a_stream(hostile, offline):
     body = CHAT | {"messages": [{"role": "user", "content": "loop"}]}
     with bystander(server, offline), concurrent.futures.ThreadPoolExecutor(4) as pool:
         statuses = list(pool.map(lambda _: server.post("/v1/chat/completions", body)[0], range(4)))
-    assert statuses == [400] * 4
+    assert set(statuses) <= {400, 429}, "a slow machine refuses those whose turn does not come in time"
+    assert 400 in statuses
 
 
 def test_code_in_a_models_folder_does_not_run(hostile, offline):
@@ -212,12 +220,18 @@ def test_code_in_a_models_folder_does_not_run(hostile, offline):
 def test_no_tensors_come_in(server, offline):
     with bystander(server, offline):
         for field in (
-            "prompt_embeds", "input_embeds", "inputs_embeds", "multi_modal_data", "mm_processor_kwargs", "image",
-            "images", "kv_transfer_params", "logits_processors", "lora_request", "lora_path", "tensors",
+            "prompt_embeds", "input_embeds", "inputs_embeds", "multi_modal_data", "image", "images",
+            "logits_processors", "lora_request", "lora_path",
         ):  # fmt: skip
-            for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+            for path, body in (
+                ("/v1/completions", COMPLETION),
+                ("/v1/chat/completions", CHAT),
+                ("/v1/responses", RESPONSE),
+            ):
                 status, answer = server.post(path, body | {field: "gASVAAAA"})
-                assert (status, json.loads(answer)["error"]["code"]) == (400, "unknown_field"), field
+                assert (status, json.loads(answer)["error"]["code"]) == (400, "unsupported_field"), field
+        for field in ("mm_processor_kwargs", "kv_transfer_params", "tensors"):  # skipped, and never built
+            assert server.post("/v1/completions", COMPLETION | {field: "gASVAAAA", "max_tokens": 1})[0] == 200
         for kind in (
             "application/octet-stream",
             "application/x-npy",
@@ -244,6 +258,10 @@ def test_no_address_in_a_request_is_ever_asked(server, offline):
         for part in parts:
             status, _ = server.post("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": [part]}]})
             assert status == 400, part
+            status, _ = server.post("/v1/responses", RESPONSE | {"input": [{"role": "user", "content": [part]}]})
+            assert status == 400, part
+        for tool in ({"type": "mcp", "server_url": url}, {"type": "web_search", "url": url}):
+            assert server.post("/v1/responses", RESPONSE | {"tools": [tool]})[0] == 400
         schema = {"$ref": url, "$schema": url, "$id": url}
         tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
         for body in (
@@ -323,15 +341,20 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
     with bystander(server, offline):
         ask("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 4}, 200)
         ask("/v1/chat/completions", {"model": "tiny", "messages": messages, "max_tokens": 4, "user": CANARY}, 200)
+        ask("/v1/responses", RESPONSE | {"input": messages, "instructions": CANARY, "metadata": {"x": CANARY}}, 200)
+        ask("/v1/responses", RESPONSE | {"input": [*messages, {"type": "item_reference", "id": CANARY}]}, 400)
+        ask("/v1/responses", RESPONSE | {"input": [*messages, {"role": "user"}], "instructions": CANARY}, 400)
         ask("/tokenize", {"prompt": prompt}, 200)
         for fields in (
-            {"temperature": 9}, {"n": 0}, {"colour": 1}, {"max_tokens": 1 << 30}, {"logit_bias": {"99999": 1}},
+            {"temperature": 9}, {"guided_regex": prompt}, {"max_tokens": 1 << 30}, {"logit_bias": {"99999": 1}},
             {"prompt": prompt * 1000}, {"prompt": [prompt, 1]}, {"prompt": [prompt] * 100}, {"min_tokens": 99},
-            {"stream_options": {}}, {"max_tokens": 0}, {"stop": ""}, {"priority": 1 << 40},
+            {"n": 0}, {"stream_options": {}}, {"max_tokens": 0}, {"stop": ""}, {"priority": 1 << 40},
         ):  # fmt: skip
             ask("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 4} | fields, 400)
+        ask("/v1/completions", {"model": "tiny", "prompt": prompt, "max_tokens": 4, "colour": prompt}, 200)
         ask("/v1/completions", {"model": "other", "prompt": prompt}, 404)
-        ask("/v1/completions", {"model": "tiny", "prompt": prompt, "timeout": 1e-9}, 408)
+        late = {"model": "tiny", "prompt": prompt, "max_tokens": 3000, "ignore_eos": True, "timeout": 1e-9}
+        ask("/v1/completions", late, 408)
         ask("/v1/completions", {"model": "tiny", "prompt": prompt * 10_000}, 413)
         ask("/v1/completions", {"model": "tiny", "prompt": prompt}, 403, host="evil.example")
         ask("/v1/completions", {"model": "tiny", "prompt": prompt}, 415, content_type="text/plain")
@@ -354,6 +377,7 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
             client.sendall(head("/nothing", "Transfer-Encoding: chunked", method="POST"))
             client.recv(1000)
             client.sendall(CANARY.encode() + b"\r\n")
+    server.wait_idle()
     (place / "fault").write_text("raise")
     ask("/v1/completions", {"model": "tiny", "prompt": prompt}, 500)
     server.wait_for_line('"status": 500')

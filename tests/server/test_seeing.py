@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
+from quire.async_llm.stream import Stream, Times
 from quire.cli import main
 from quire.core.page_map import snapshot
 from quire.core.request import Request
-from quire.server.http.debug import _tier
+from quire.server.http.debug import _pool
 from quire.server.observe import trace_log
 from quire.server.observe.trace_log import TraceLog
-from quire.server.stream import Stream, Times
 from quire.testing import fake_engine
-from tests.server.process import SMALL, serving
+from tests.server.process import LONGEST_S, SMALL, serving
 from tests.test_page_map import engine_with_everything
 
 pytestmark = pytest.mark.own_server
@@ -85,7 +85,7 @@ class Running:
         self._pool.shutdown()
 
 
-def wait_for(condition, timeout_s=20):
+def wait_for(condition, timeout_s=LONGEST_S):
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline
@@ -140,20 +140,25 @@ def test_an_admin_port_needs_a_key(tiny_folder):
 # -- pages ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_columns_say_what_the_page_map_says():
-    engine = engine_with_everything()
-    pool = snapshot(engine.scheduler, 10)
-    names = [f"{one.request_id}/{one.index}" for one in pool.sequences]
-    device = _tier(pool, pool.refcounts, "running", pool.idle, {"pair": 3.0})
-    host = _tier(pool, pool.host_refcounts, "swapped", pool.idle[:0], {})
-    for tier, name in ((device, "device"), (host, "host")):
-        expected = [page for page in engine.page_map() if page.tier == name and page.refcount]
+@pytest.mark.parametrize(("windows", "number"), [((None,), 0), ((None, 3), 0), ((None, 3), 1)])
+def test_the_columns_say_what_the_page_map_says(windows, number):
+    engine = engine_with_everything(windows)
+    taken = snapshot(engine.scheduler, 10)
+    names = [f"{one.request_id}/{one.index}" for one in taken.sequences]
+    pool = _pool(taken, number, {"pair": 3.0})
+    assert (len(taken.pools), pool["window"]) == (len(windows), windows[number])
+    device = pool["device"]
+    for name in ("device", "host"):
+        tier = pool[name]
+        of_pool = [page for page in engine.page_map() if (page.tier, page.window) == (name, windows[number])]
+        assert tier["num_pages"] == len(of_pool)
+        expected = [page for page in of_pool if page.refcount]
         assert tier["page"] == [page.page for page in expected]
         assert [[names[i] for i in owners] for owners in tier["owners"]] == [list(page.owners) for page in expected]
         assert tier["refcount"] == [page.refcount for page in expected]
         assert tier["fill"] == [page.fill for page in expected]
         assert tier["is_complete"]
-    idle = list(engine.scheduler.tables.prefix_cache.idle_pages)
+    idle = list(engine.scheduler.tables.pools[number].prefix_cache.idle_pages)
     by_place = sorted(zip(device["eviction"], device["page"], strict=True), key=lambda pair: (pair[0] is None, pair))
     assert [page for place, page in by_place if place is not None] == idle
     assert all(
@@ -180,7 +185,7 @@ def test_running_and_waiting_requests_are_seen_but_not_what_they_say(server, adm
         assert states.count("running") == 8
         assert "waiting" in states
         assert all(one["age_s"] >= 0 and one["prompt_tokens"] for one in view["sequences"])
-        tier = view["tiers"]["device"]
+        tier = view["pools"][0]["device"]
         held = [owners for owners in tier["owners"] if owners]
         assert len(held) == view["stats"]["held_pages"]
         assert len(tier["page"]) == view["stats"]["held_pages"] + view["stats"]["cached_pages"]
@@ -253,6 +258,7 @@ def test_the_memory_of_requests_is_bounded():
     assert len(log._requests) == trace_log.MAX_REQUESTS
 
 
+@pytest.mark.alone
 def test_noting_a_step_costs_next_to_nothing():
     engine, log = fake_engine(num_pages=64, page_size=4, vocab_size=50), TraceLog()
     start = time.perf_counter()
@@ -275,7 +281,7 @@ def test_the_prefix_cache_can_be_cleared(server, admin):
 
 
 def test_one_request_can_be_aborted_and_others_go_on(server, admin):
-    with Running(server, 2, request_id="abortable") as running:
+    with Running(server, 2, request_id="abortable", n=8) as running:
         ids = lambda: [one["request"] for one in pages(admin)["sequences"]]  # noqa: E731
         names = wait_for(lambda: [name for name in ids() if name.startswith("abortable")])
         status, body = admin.post("/admin/abort", {"request_id": names[0]}, **as_admin())
@@ -287,7 +293,7 @@ def test_one_request_can_be_aborted_and_others_go_on(server, admin):
 
 
 def test_an_audit_can_be_asked_for_while_requests_run(server, admin):
-    with Running(server, 3, max_tokens=1500):
+    with Running(server, 3, n=8):
         wait_for(lambda: pages(admin)["stats"]["running"])
         assert json.loads(admin.post("/admin/audit", {}, **as_admin())[1]) == {"is_sound": True, "finding": None}
         admin.post("/admin/abort_all", {}, **as_admin())

@@ -141,6 +141,6 @@ def test_without_the_package_the_error_names_it(tmp_path):
         "from quire.cli import main\n"
         "sys.exit(main(['serve', 'nowhere', '--port', '0', '--otlp-endpoint', 'http://127.0.0.1:4318']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
     assert "pip install quire[otel]" in done.stderr

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.server.openai.tools import MAX_CALLS, ToolParser
+from quire.server.openai.tools import ToolParser
+from quire.text.reasoning import MAX_CALLS, Part, merged, text_of
 
 STYLES = ("hermes", "mistral", "llama", "json")
 CALL = '{"name": "f", "arguments": {"x": 1}}'
@@ -26,12 +27,11 @@ texts = st.lists(st.one_of(st.sampled_from(PARTS), st.text(max_size=8)), max_siz
 styles = st.sampled_from(STYLES)
 
 
-def read(style: str, pieces: list[str]) -> tuple[str, list[dict]]:
-    parser = ToolParser(style)
-    parts = [parser.feed(piece) for piece in pieces] + [parser.finish()]
-    calls = [call for _, found in parts for call in found]
-    assert parser.num_calls == len(calls)
-    return "".join(content for content, _ in parts), calls
+def read(style: str, pieces: list[str], functions: tuple[str, ...] = ("f",)) -> list[Part]:
+    parser = ToolParser(style, functions)
+    parts = [*itertools.chain(*map(parser.feed, pieces)), *parser.finish()]
+    assert parser.num_calls == len([part for part in parts if part.kind == "call"])
+    return merged(parts)
 
 
 @settings(deadline=None, max_examples=400, derandomize=True)
@@ -43,36 +43,50 @@ def test_how_the_text_is_cut_makes_no_difference(style, text, cuts):
     assert read(style, list(text)) == whole
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400, derandomize=True)
 @given(styles, texts)
 def test_what_comes_out_can_be_sent_and_is_nothing_but_text(style, text):
-    content, calls = read(style, list(text))
-    msgspec.json.encode([content, calls])
-    for call in calls:
-        assert set(call) == {"name", "arguments"}
-        assert isinstance(call["arguments"], str)
-        if not text.count('"arguments": "'):  # a string stays as the model wrote it
-            json.loads(call["arguments"], parse_constant=pytest.fail)
-    if not calls:
-        assert content == text
+    parts = read(style, list(text))
+    msgspec.json.encode(parts)
+    for part in parts:
+        if part.kind == "call":
+            assert part.function == "f"
+            if not text.count('"arguments": "'):  # a string stays as the model wrote it
+                json.loads(part.text, parse_constant=pytest.fail)
+    if not any(part.kind == "call" for part in parts):
+        assert text_of("content", parts) == text
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(styles, texts)
+def test_a_call_of_a_function_that_is_not_offered_stays_text(style, text):
+    assert text_of("content", read(style, list(text), ("g",))) == text
+
+
+def test_content_and_calls_are_in_the_order_of_the_text():
+    call = f"<tool_call>{CALL}</tool_call>"
+    parts = [Part("content", "a "), *[Part("call", '{"x": 1}', "f")] * 2, Part("content", " b")]
+    assert read("hermes", [f"a {call}{call} b"]) == parts
 
 
 @pytest.mark.parametrize("depth", [10, 900, 1100, 5000, 100_000])
 def test_deep_nesting_stays_text_or_becomes_a_call(depth):
     text = '{"name": "f", "arguments": ' + '{"a":[' * depth + "]}" * depth + "}"
-    content, calls = read("json", [text])
-    assert (content, len(calls)) in (("", 1), (text, 0))
-    if calls:
-        msgspec.json.encode(calls)
+    (part,) = read("json", [text])
+    assert part.kind == "call" or part.text == text
+    msgspec.json.encode(part)
 
 
 def test_calls_are_bounded():
     text = f"<tool_call>{CALL}</tool_call>" * (MAX_CALLS + 5)
-    content, calls = read("hermes", [text])
-    assert len(calls) == MAX_CALLS
-    assert content == f"<tool_call>{CALL}</tool_call>" * 5
+    *calls, content = read("hermes", [text])
+    assert [part.kind for part in calls] == ["call"] * MAX_CALLS
+    assert content == Part("content", f"<tool_call>{CALL}</tool_call>" * 5)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("style", "mark", "more"),
     [
@@ -93,7 +107,7 @@ def test_time_is_in_proportion_to_length(style, mark, more):
 
     def seconds(length: int) -> float:
         pieces = list((mark + more * length)[:length])
-        parser = ToolParser(style)
+        parser = ToolParser(style, ("f",))
         begin = time.thread_time()
         for piece in pieces:
             parser.feed(piece)

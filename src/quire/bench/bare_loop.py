@@ -4,6 +4,8 @@ The weights, matmuls and attention of a runner, pages laid out once; all prompts
 in one jitted loop, greedy. No scheduler, no allocator, no host round trip, nobody arrives and nobody leaves early.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,27 +26,27 @@ class BareLoop:
         self._rows, self._prompt_len, self._new_tokens = rows, prompt_len, new_tokens
         pages_per_row = -(-(prompt_len + new_tokens) // runner.page_size)
         self._table_BP = np.arange(rows * pages_per_row, dtype=np.int32).reshape(rows, pages_per_row)
-        self._cache = runner.create_cache(rows * pages_per_row)
+        self._caches = (runner.create_cache(rows * pages_per_row),)
         self._program = jax.jit(self._loop, donate_argnums=1)
 
     def generate(self, prompts_BT: np.ndarray) -> np.ndarray:
         """The greedy tokens `[rows, new_tokens]`."""
-        self._cache, tokens_BR = self._program(self._runner.params, self._cache, prompts_BT)
+        self._caches, tokens_BR = self._program(self._runner.params, self._caches, prompts_BT)
         return np.asarray(tokens_BR)
 
-    def _loop(self, params: Params, cache: kv_cache.KVCache, prompts_BT: Int[Array, "B T"]):
+    def _loop(self, params: Params, caches: kv_cache.Caches, prompts_BT: Int[Array, "B T"]):
         prompt_len = self._prompt_len
-        logits_BV, cache = self._forward(params, cache, prompts_BT.reshape(-1), jnp.int32(0), prompt_len)
+        logits_BV, caches = self._forward(params, caches, prompts_BT.reshape(-1), jnp.int32(0), prompt_len)
         tokens_BR = jnp.zeros((self._rows, self._new_tokens), jnp.int32).at[:, 0].set(take_likeliest(logits_BV)[0])
 
         def step(round_, state):
-            cache, tokens_BR = state
-            logits_BV, cache = self._forward(params, cache, tokens_BR[:, round_ - 1], prompt_len + round_ - 1, 1)
-            return cache, tokens_BR.at[:, round_].set(take_likeliest(logits_BV)[0])
+            caches, tokens_BR = state
+            logits_BV, caches = self._forward(params, caches, tokens_BR[:, round_ - 1], prompt_len + round_ - 1, 1)
+            return caches, tokens_BR.at[:, round_].set(take_likeliest(logits_BV)[0])
 
-        return jax.lax.fori_loop(1, self._new_tokens, step, (cache, tokens_BR))
+        return jax.lax.fori_loop(1, self._new_tokens, step, (caches, tokens_BR))
 
-    def _forward(self, params: Params, cache: kv_cache.KVCache, tokens_T: jax.Array, start: jax.Array, count: int):
+    def _forward(self, params: Params, caches: kv_cache.Caches, tokens_T: jax.Array, start: jax.Array, count: int):
         """Compute `count` positions of every row from `start` on; returns the logits of each row's last one."""
         rows, size = self._rows, self._runner.page_size
         positions_BC = start + jnp.arange(count)[None, :] + jnp.zeros((rows, 1), jnp.int32)
@@ -58,5 +60,6 @@ class BareLoop:
             cu_q_lens_B1=jnp.arange(rows + 1, dtype=jnp.int32) * count,
             decode=count == 1,
         )
-        hidden_TD, cache = decoder(self._runner.layer, params, cache, tokens_T, layout, self._runner.statics)
-        return unembed(params, hidden_TD[count - 1 :: count]), cache
+        statics = replace(self._runner.programs.statics, windows=())
+        hidden_TD, caches = decoder(self._runner.programs.layer, params, caches, tokens_T, layout, statics)
+        return unembed(params, hidden_TD[count - 1 :: count], statics.config), caches

@@ -6,6 +6,8 @@ what is asked for is decoded.
 
 import asyncio
 import json
+import os
+import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +15,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 LINE_LIMIT = 1 << 20
+CONNECT_TIMEOUT_S = 10
+
+
+class UnreachableError(ConnectionError):
+    """A server that does not answer; the message has its address."""
 
 
 @dataclass(slots=True)
@@ -53,7 +60,7 @@ async def complete(url: str, body: dict[str, Any], *, key: str | None = None, le
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         head += f"Content-Type: application/json\r\nContent-Length: {len(content)}\r\nConnection: close\r\n\r\n"
         writer.write(head.encode() + content)
-        reply.status = int((await reader.readline()).split()[1])
+        reply.status = int(_status(url, await reader.readline()))
         while line := (await reader.readline()).strip():
             name, _, value = line.decode("latin-1").partition(":")
             if name.lower() == "retry-after":
@@ -102,9 +109,14 @@ async def get(url: str, path: str, key: str | None = None) -> Any:
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         writer.write(f"{head}\r\n".encode())
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        if head.split()[1] != b"200":
-            raise ValueError(f"{url}{path} answers {head.split()[1].decode()}: {body.decode('utf-8', 'replace')[:200]}")
-        return json.loads(body)
+        status = _status(url, head)
+        if status != b"200":
+            hint = "; --url ends in /v1 for most servers" if status == b"404" and not target.path.strip("/") else ""
+            raise ValueError(f"{url}{path} answers {status.decode()}: {body.decode('utf-8', 'replace')[:200]}{hint}")
+        try:
+            return json.loads(body)
+        except ValueError:
+            raise ValueError(f"{url}{path} answers no JSON: is this the address of an OpenAI-compatible API?") from None
     finally:
         writer.close()
 
@@ -115,7 +127,28 @@ async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
         raise ValueError(f"--url {url!r} must begin with http:// or https:// and name a server")
     secure = target.scheme == "https"
     port = target.port or (443 if secure else 80)
-    return await asyncio.open_connection(target.hostname, port, limit=LINE_LIMIT, ssl=secure or None)
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            return await asyncio.open_connection(target.hostname, port, limit=LINE_LIMIT, ssl=secure or None)
+    except OSError as error:
+        raise UnreachableError(f"{url} cannot be reached: {_reason(error)}; is the server running?") from None
+
+
+def _reason(error: OSError) -> str:
+    """Why there is no connection, in a few words."""
+    if isinstance(error, TimeoutError):
+        return f"no response in {CONNECT_TIMEOUT_S} s"
+    if isinstance(error, ssl.SSLError) or error.errno is None or error.errno < 0:  # their numbers are not the system's
+        return error.strerror or str(error)
+    return os.strerror(error.errno)
+
+
+def _status(url: str, head: bytes) -> bytes:
+    """The status of a response, from its first line on."""
+    parts = head.split(maxsplit=2)
+    if len(parts) < 2 or not parts[0].startswith(b"HTTP/") or not parts[1].isdigit():
+        raise UnreachableError(f"{url} answers no HTTP, or closed the connection")
+    return parts[1]
 
 
 async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:

@@ -11,11 +11,39 @@ import gguf
 import numpy as np
 from gguf import GGUFEndian, GGUFValueType
 
-from quire.config import MAX_LAYERS, AttentionConfig, ModelConfig, RopeScaling, RotaryConfig, check_whole
+from quire.config import MAX_DIMENSION, MAX_LAYERS, ModelConfig, check_whole
 from quire.device.models import get_architecture
+from quire.device.models.architecture import with_defaults
 from quire.device.models.weight_specs import TensorSpec
+from quire.embedding import EmbeddingConfig
 
-SUPPORTED = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+SUPPORTED = (
+    "F32",
+    "F16",
+    "BF16",
+    "Q8_0",
+    "Q4_0",
+    "Q4_1",
+    "Q5_0",
+    "Q5_1",
+    "Q2_K",
+    "Q3_K",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
+    "MXFP4",
+)
+SAMPLING_FIELDS = {
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
+ARCHITECTURES = {"gpt-oss": "gpt_oss", "qwen3moe": "qwen3_moe"}
+"""Hugging Face's name of an architecture where llama.cpp has another."""
+NORMALIZED_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
+"""Architectures in which llama.cpp divides the weights of a token's experts by their sum; no field says it."""
 MAX_ENTRIES = 1 << 22
 """Of all arrays of metadata: the tokens and merges of the largest vocabularies, a few times over."""
 
@@ -32,71 +60,152 @@ class GgufFile:
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))
-        get_architecture(self.name)  # raises where there is none of this name
+        get_architecture(self._architecture)  # raises where there is none of this name
         self._config = self._read_config()
 
     def config(self) -> ModelConfig:
         """What the file's metadata say."""
         return self._config
 
+    def generation_config(self) -> dict[str, Any]:
+        """How its authors sample from it, in the words of generation_config.json."""
+        fields = {name: self._field(f"general.sampling.{key}", None) for name, key in SAMPLING_FIELDS.items()}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def embedding_config(self) -> EmbeddingConfig:
+        """How it embeds; a pooling of none, and what is for other kinds of models, is the last token's."""
+        is_mean = self._field(f"{self.name}.pooling_type", None) == gguf.PoolingType.MEAN
+        return EmbeddingConfig("mean" if is_mean else "last")
+
+    def check_types(self) -> None:
+        """ValueError if a tensor has a type that is not read."""
+        for tensor in self._tensors.values():
+            _check_type(tensor)
+
     def read(self, tensor: TensorSpec) -> np.ndarray:
         """One tensor, in float32 or as stored when it is not quantised."""
-        values = self.tensor(tensor.gguf_name)
+        if tensor.gguf_join:
+            return tensor.gguf_join([self.tensor(name) for name in tensor.gguf_parts])
+        values = self.tensor(tensor.gguf_name, tensor.gguf_index)
+        if tensor.gguf_added:
+            values = values.astype(np.float32) - np.float32(tensor.gguf_added)
         heads = tensor.gguf_rotary_heads
         return values if heads is None or values.shape != tensor.shape else unpermute(values, heads)
 
-    def tensor(self, name: str) -> np.ndarray:
-        """One tensor by its name in the file, its rows in the file's order."""
+    def tensor(self, name: str, index: int | None = None) -> np.ndarray:
+        """One tensor by its name in the file, its rows in the file's order; or of a stack of tensors one."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise ValueError(f"the GGUF file has no tensor {name!r}")
-        if tensor.tensor_type.name not in SUPPORTED:
-            raise ValueError(
-                f"tensor {tensor.name} has type {tensor.tensor_type.name}; supported are {', '.join(SUPPORTED)}"
-            )
-        shape = tuple(int(n) for n in reversed(tensor.shape))
+        _check_type(tensor)
+        shape, data = tuple(int(n) for n in reversed(tensor.shape)), np.asarray(tensor.data)
+        if index is not None:
+            if len(shape) != 3 or index >= shape[0]:
+                raise ValueError(f"tensor {name} has shape {shape}, the config implies {index + 1} matrices in it")
+            shape, data = shape[1:], data[index]
         # Rows are taken by sixteens: views of a memory map would cost as much as the arithmetic.
-        return gguf.dequantize(np.asarray(tensor.data), tensor.tensor_type).reshape(shape)
+        return gguf.dequantize(data, tensor.tensor_type).reshape(shape)
+
+    @property
+    def _architecture(self) -> str:
+        """Hugging Face's name of the architecture: llama.cpp takes Mixtral for a Llama with experts."""
+        if self.name == "llama" and self._field("llama.expert_count", 0):
+            return "mixtral"
+        return ARCHITECTURES.get(self.name, self.name)
+
+    def _experts(self, num_layers: int) -> dict[str, Any]:
+        """What is said of experts, in the words of config.json."""
+        arch = self.name
+        if not self._whole(f"{arch}.expert_count", 0):
+            return {}
+        if self._whole(f"{arch}.expert_shared_count", 0):
+            raise ValueError(f"GGUF field {arch}.expert_shared_count: shared experts are not supported")
+        width = self._whole(f"{arch}.feed_forward_length")
+        dense = [i for i in range(num_layers) if f"blk.{i}.ffn_gate_exps.weight" not in self._tensors]
+        return {
+            "num_experts": self._whole(f"{arch}.expert_count"),
+            "num_experts_per_tok": self._whole(f"{arch}.expert_used_count"),
+            "moe_intermediate_size": self._whole(f"{arch}.expert_feed_forward_length", width),
+            "norm_topk_prob": self._architecture in NORMALIZED_EXPERTS,
+            "mlp_only_layers": dense,
+        }
 
     def _read_config(self) -> ModelConfig:
+        """The metadata in the words of config.json, which the architecture reads."""
+        architecture, hf = get_architecture(self._architecture), self._common_fields()
+        for key, name in architecture.gguf_fields.items():
+            hf[key] = self._field(f"{self.name}.{name}", None)
+        return architecture.config(with_defaults(hf, architecture.gguf_knows(hf)))
+
+    def _common_fields(self) -> dict[str, Any]:
         arch = self.name
         num_heads = self._whole(f"{arch}.attention.head_count")
+        check_whole(f"{arch}.attention.head_count", num_heads, 1, MAX_DIMENSION)
         hidden_size = self._whole(f"{arch}.embedding_length")
         num_layers = self._whole(f"{arch}.block_count")
         check_whole(f"{arch}.block_count", num_layers, 1, MAX_LAYERS)  # before it sizes anything
         if "token_embd.weight" not in self._tensors or len(self._tensors["token_embd.weight"].shape) != 2:
             raise ValueError("the GGUF file has no matrix 'token_embd.weight'")
-        rotary = RotaryConfig(theta=self._field(f"{arch}.rope.freq_base", 10_000.0), scaling=self._rope_scaling())
-        attention = AttentionConfig(
-            num_heads=num_heads,
-            num_kv_heads=self._whole(f"{arch}.attention.head_count_kv", num_heads),
-            head_dim=self._whole(f"{arch}.attention.key_length", hidden_size // max(num_heads, 1)),
-            window=self._whole(f"{arch}.attention.sliding_window", 0) or None,
-            rotary=rotary,
-        )
-        return ModelConfig(
-            architecture=arch,
-            vocab_size=int(self._tensors["token_embd.weight"].shape[1]),
-            hidden_size=hidden_size,
-            intermediate_size=self._whole(f"{arch}.feed_forward_length"),
-            attention=(attention,) * num_layers,
-            max_len=self._whole(f"{arch}.context_length"),
-            norm_eps=self._field(f"{arch}.attention.layer_norm_rms_epsilon"),
-            tie_embeddings="output.weight" not in self._tensors,
-        )
+        head_dim = self._whole(f"{arch}.attention.key_length", hidden_size // num_heads)
+        check_whole(f"{arch}.attention.key_length", head_dim, 1, MAX_DIMENSION)
+        return {
+            "num_hidden_layers": num_layers,
+            "hidden_size": hidden_size,
+            "intermediate_size": self._whole(f"{arch}.feed_forward_length"),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": self._whole(f"{arch}.attention.head_count_kv", num_heads),
+            "head_dim": head_dim,
+            **self._windows(),
+            "rope_theta": self._field(f"{arch}.rope.freq_base", None),
+            "rope_scaling": self._rope_scaling(),
+            "partial_rotary_factor": self._whole(f"{arch}.rope.dimension_count", head_dim) / head_dim,
+            "max_position_embeddings": self._whole(f"{arch}.context_length"),
+            "rms_norm_eps": self._field(f"{arch}.attention.layer_norm_rms_epsilon"),
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            **self._experts(num_layers),
+        }
 
-    def _rope_scaling(self) -> RopeScaling | None:
-        if "rope_freqs.weight" in self._tensors:
-            # Llama 3.1 and later: llama.cpp ships the scaling worked out, one divisor for each pair.
-            tensor = self._tensors["rope_freqs.weight"]
-            factors = gguf.dequantize(tensor.data, tensor.tensor_type)
-            return RopeScaling(kind="factors", factors=tuple(float(f) for f in factors.ravel()))
-        kind = self._field(f"{self.name}.rope.scaling.type", "none")
+    def _windows(self) -> dict[str, Any]:
+        """The window, and which layers have it: every so many, or each by itself; or the architecture knows it."""
+        pattern = self._field(f"{self.name}.attention.sliding_window_pattern", None)
+        fields = {"sliding_window": self._whole(f"{self.name}.attention.sliding_window", 0) or None}
+        if isinstance(pattern, list):
+            return fields | {"layer_types": ["sliding_attention" if one else "full_attention" for one in pattern]}
+        return fields | {"sliding_window_pattern": pattern}
+
+    def _rope_scaling(self) -> dict[str, Any]:
+        """In the words of config.json."""
+        arch = self.name
+        for name in ("rope_freqs.weight", "rope_factors_short.weight"):
+            if name in self._tensors:
+                # llama.cpp ships Llama 3.1's scaling worked out, one divisor for each pair, as it does LongRoPE's.
+                context = self._whole(f"{arch}.context_length")
+                return {
+                    "rope_type": "longrope",
+                    "short_factor": self.tensor(name).ravel().tolist(),
+                    "attention_factor": self._field(f"{arch}.rope.scaling.attn_factor", 1.0),
+                    "original_max_position_embeddings": self._whole(
+                        f"{arch}.rope.scaling.original_context_length", context
+                    )
+                    if name == "rope_factors_short.weight"
+                    else context,
+                }
+        kind = self._field(f"{arch}.rope.scaling.type", "none")
         if kind == "none":
-            return None
+            return {}
         if kind == "linear":
-            return RopeScaling(kind="linear", factor=self._field(f"{self.name}.rope.scaling.factor"))
-        raise ValueError(f"{self.name}.rope.scaling.type={kind!r} is not supported; supported are none, linear")
+            return {"rope_type": "linear", "factor": self._field(f"{arch}.rope.scaling.factor")}
+        if kind == "yarn":
+            return {
+                "rope_type": "yarn",
+                "factor": self._field(f"{arch}.rope.scaling.factor"),
+                "original_max_position_embeddings": self._whole(f"{arch}.rope.scaling.original_context_length"),
+                "attention_factor": self._field(f"{arch}.rope.scaling.attn_factor", None),
+                "beta_fast": self._field(f"{arch}.rope.scaling.yarn_beta_fast", None),
+                "beta_slow": self._field(f"{arch}.rope.scaling.yarn_beta_slow", None),
+            }
+        raise ValueError(f"{arch}.rope.scaling.type={kind!r} is not supported; supported are none, linear, yarn")
 
     def _field(self, key: str, *default: Any) -> Any:
         field = self.reader.get_field(key)
@@ -111,6 +220,12 @@ class GgufFile:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"GGUF field {key}={value!r} must be a whole number")
         return value
+
+
+def _check_type(tensor: gguf.ReaderTensor) -> None:
+    kind = tensor.tensor_type.name
+    if kind not in SUPPORTED:
+        raise ValueError(f"tensor {tensor.name} has type {kind}; supported are {', '.join(SUPPORTED)}")
 
 
 class _StrictReader(gguf.GGUFReader):

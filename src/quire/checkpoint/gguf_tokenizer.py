@@ -50,17 +50,26 @@ _TEKKEN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_GPT_4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 # The expressions are those of the models' own tokenizer.json; the other columns are llama.cpp's.
 _PRE_TOKENIZERS = {
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
+    "dbrx": _PreTokenizer((_LLAMA3,)),
     "falcon": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "gpt-2": _PreTokenizer((_GPT2,)),
+    "gpt-4o": _PreTokenizer((_GPT_4O,)),
     "llama-bpe": _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     "llama-v3": _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     "llama3": _PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
     "phi-2": _PreTokenizer((_GPT2,)),
     "qwen2": _PreTokenizer((_LLAMA3.replace(r"\p{N}{1,3}", _DIGIT),), nfc=True),
     "refact": _PreTokenizer((_DIGIT, _GPT2)),
+    "smaug-bpe": _PreTokenizer((_LLAMA3,)),
     "smollm": _PreTokenizer((_DIGIT, _GPT2)),
     "starcoder": _PreTokenizer((_DIGIT, _GPT2)),
     "tekken": _PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),

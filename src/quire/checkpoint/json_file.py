@@ -10,13 +10,22 @@ MAX_JSON_BYTES = 16 << 20
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Mapping[str, Any]:
     """The object in a JSON file; ValueError if it is none, too large, or there is no such file."""
+    return _read(path, max_bytes, dict, "object")
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """The list in a JSON file; ValueError if it is none, too large, or there is no such file."""
+    return _read(path, MAX_JSON_BYTES, list, "list")
+
+
+def _read[T](path: Path, max_bytes: int, kind: type[T], called: str) -> T:
     text = read_text(path, max_bytes)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits are plain ValueErrors
         raise ValueError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path.name} must hold a JSON object, got {type(value).__name__}")
+    if not isinstance(value, kind):
+        raise ValueError(f"{path.name} must hold a JSON {called}, got {type(value).__name__}")
     return value
 
 

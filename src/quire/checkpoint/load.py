@@ -1,29 +1,28 @@
 """From what a person calls a model to its config, weights and tokenizer.
 
-MODEL is a folder (config.json, safetensors, tokenizer.json), a GGUF file, or a hub id with the commit it is pinned to,
-`org/name@<40 hex digits>`. Nothing in any of them is executed.
+MODEL is a folder (config.json, safetensors, tokenizer.json), a GGUF file, or a name on the hub: `org/name`, with a
+revision `org/name@v1.0`, of a GGUF repository `org/name:Q4_K_M`. Nothing in any of them is executed.
 """
 
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
+from quire.checkpoint.embedding_files import embedding_config_of_folder
 from quire.checkpoint.gguf_file import GgufFile
 from quire.checkpoint.gguf_tokenizer import tokenizer_from_gguf
-from quire.checkpoint.safetensors_folder import SafetensorsFolder
+from quire.checkpoint.hub import fetch_model, parse_name
+from quire.checkpoint.json_file import read_json
+from quire.checkpoint.safetensors_folder import SafetensorsFolder, config_of_folder
 from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.config import ModelConfig
 from quire.device.models.layers import Params
 from quire.device.models.weights import load_params
+from quire.embedding import EmbeddingConfig
 from quire.text.tokenizer import Tokenizer
-
-HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
-"""What is fetched of a hub repository; code is not."""
-
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>.*))?")
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,10 @@ class LoadedModel:
     config: ModelConfig
     params: Params
     tokenizer: Tokenizer | None
+    generation_config: Mapping[str, Any]
+    """How its authors sample from it, in the words of generation_config.json; not checked."""
+    embedding: EmbeddingConfig
+    """How it embeds."""
 
 
 def load_model(
@@ -44,33 +47,41 @@ def load_model(
         with SafetensorsFolder(path) as folder:
             config = folder.config()
             tokenizer = tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
+            generation = path / "generation_config.json"
+            embedding = embedding_config_of_folder(path)
             return LoadedModel(
-                config, load_params(config, folder.read, mesh=mesh, dtype=dtype, progress=progress), tokenizer
+                config,
+                load_params(config, folder.read, mesh=mesh, dtype=dtype, progress=progress),
+                tokenizer,
+                read_json(generation) if generation.exists() else {},
+                embedding,
             )
     file = GgufFile(path)
     tokenizer = tokenizer_from_gguf(file.reader)
     params = load_params(file.config(), file.read, mesh=mesh, dtype=dtype, progress=progress)
-    return LoadedModel(file.config(), params, tokenizer)
+    return LoadedModel(file.config(), params, tokenizer, file.generation_config(), file.embedding_config())
 
 
-def find_model(model: str | Path) -> Path:
-    """The folder or GGUF file a MODEL means, fetched from the hub if need be."""
+def find_model(model: str | Path, revision: str | None = None, *, quiet: bool = False) -> Path:
+    """The folder or GGUF file a MODEL means, fetched from the hub if need be; `quiet` prints nothing of that."""
     path = Path(model).expanduser().absolute()
     if path.is_dir() or path.is_file():
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} is for models on the hub; {str(model)!r} is on this disk")
         return path
-    hub = _HUB_ID.fullmatch(str(model))
-    if hub is None or str(model).startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors"):
+    name = parse_name(str(model), revision) if isinstance(model, str) else None
+    if name is None or name.repo.endswith((".gguf", ".safetensors")):
         raise ValueError(
-            f"MODEL {str(model)!r} does not exist; give a folder, a GGUF file or a hub id (org/name@commit)"
+            f"MODEL {str(model)!r} does not exist; give a folder, a GGUF file or a name on the hub "
+            "(org/name, org/name:Q4_K_M, org/name@commit)"
         )
-    if not re.fullmatch(r"[0-9a-f]{40}", hub["revision"] or ""):
-        raise ValueError(
-            f"MODEL {str(model)!r} is no folder or file; as a hub id it must be pinned to one commit, "
-            f"{hub['repo']}@<40 hex digits>, so that every file comes from the same one"
-        )
-    from huggingface_hub import snapshot_download
+    return fetch_model(name, quiet=quiet, check=read_config)
 
-    try:
-        return Path(snapshot_download(hub["repo"], revision=hub["revision"], allow_patterns=list(HUB_FILES)))
-    except Exception as error:  # the client raises a dozen kinds: offline, no such repository, no such commit, ...
-        raise ValueError(f"MODEL {str(model)!r} could not be fetched: {type(error).__name__}: {error}") from error
+
+def read_config(path: Path) -> ModelConfig:
+    """What a folder or GGUF file says of its model; ValueError if it is none that runs. Reads no weights."""
+    if path.is_file():
+        file = GgufFile(path)
+        file.check_types()
+        return file.config()
+    return config_of_folder(path)

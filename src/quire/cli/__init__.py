@@ -1,20 +1,40 @@
-"""The `quire` command. Each subcommand is a module beside this one; flags for the engine come from `EngineConfig`."""
+"""The `quire` command. Each subcommand is a module beside this one.
+
+Flags for the engine come from `EngineConfig`, those for sampling from `SamplingParams`.
+"""
 
 import argparse
 import dataclasses
+import difflib
 import logging
 import shutil
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import shtab
 
 from quire import __version__
 from quire.config import EngineConfig
+from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.config import ServerConfig
+
+PLAN_KNOBS = (
+    "dtype",
+    "quantize",
+    "page_size",
+    "num_pages",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "max_rounds",
+    "memory_budget",
+    "attention",
+    "matmul",
+)
+"""The fields of EngineConfig that decide what an engine takes of a device."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
     _chat_parser(commands)
     _serve_parser(commands)
     _bench_parser(commands)
-    commands.add_parser("doctor", help="say what this machine has and whether Quire runs on it")
+    _pull_parser(commands)
+    _models_parser(commands)
+    _plan_parser(commands)
+    _doctor_parser(commands)
     return parser
 
 
@@ -52,6 +75,22 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **how: typing.Any) -> None:
         super().__init__(**how, formatter_class=_Wide, allow_abbrev=False)
+        self._is_mixing = False
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Flags may stand anywhere; one that is unknown is refused with the one that was meant."""
+        if self._is_mixing or self._subparsers is not None:  # subcommands cannot be mixed with flags
+            return super().parse_known_args(args, namespace)
+        self._is_mixing = True  # argparse parses twice, by this method: first the flags, then what is left
+        try:
+            known, rest = self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_mixing = False
+        for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+            if near:
+                self.error(f"unrecognized arguments: {' '.join(rest)}; did you mean {near[0]}?")
+        return known, rest
 
     def hide(self) -> None:
         """Offer --help-all, and show a usage line without every flag."""
@@ -77,7 +116,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.command == "doctor":
         from quire.cli import doctor
 
-        return doctor.run()
+        return doctor.run(args)
     if args.command == "generate":
         from quire.cli import generate
 
@@ -90,6 +129,18 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import bench
 
         return bench.run(args)
+    if args.command == "pull":
+        from quire.cli import pull
+
+        return pull.run(args)
+    if args.command == "models":
+        from quire.cli import models
+
+        return models.run(args)
+    if args.command == "plan":
+        from quire.cli import plan
+
+        return plan.run(args)
     from quire.cli import chat
 
     return chat.run(args)
@@ -97,7 +148,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _generate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    _model_argument(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="*", default=[], help="text to continue; without any, lines of stdin"
     )
@@ -110,9 +161,9 @@ def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
         "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends a reply, Ctrl-D the chat."
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    _model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
-    _sampling_flags(parser, max_tokens=None, temperature=0.7)
+    _sampling_flags(parser, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
 
 
@@ -122,7 +173,7 @@ def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
         help="serve a model over HTTP and gRPC",
         description="Serve a model over HTTP, as OpenAI does, and over gRPC. SIGTERM lets running requests finish.",
     )
-    parser.add_argument("model", metavar="MODEL", help="a folder, a GGUF file, or org/name@commit on the hub")
+    _model_argument(parser)
     group = parser.add_argument_group("server")
     text = "a key that clients need; repeatable. Better from a file, or from QUIRE_API_KEY"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=text)
@@ -142,16 +193,15 @@ def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     kinds = {
         "throughput": "tokens a second of a fixed batch",
         "prefill": "prompt tokens a second",
-        "latency": "one stream, at each length of context",
-        "serve": "requests that arrive when a trace says",
-        "fork": "many samples of one prompt, against cached single requests",
-        "prefix": "time to the first token of a prompt that is known, against one that is new",
+        "latency": "one stream, by length of context",
+        "serve": "requests, as a trace says",
+        "fork": "many samples of one prompt",
+        "prefix": "first token of a known prompt, and of a new one",
         "host": "what the host adds to each token",
     }
     listed = ", ".join(f"{kind} ({text})" for kind, text in kinds.items())
     parser.add_argument("kind", metavar="KIND", choices=list(kinds), help=listed)
-    text = "a folder, a GGUF file, or org/name@commit on the hub; not with --url"
-    parser.add_argument("model", metavar="MODEL", nargs="?", help=text)
+    _model_argument(parser, nargs="?")
     group = parser.add_argument_group("measurement")
     group.add_argument("--rows", type=_numbers, default=[8, 32, 64], metavar="N,...", help="sequences (8,32,64)")
     group.add_argument("--prompt-len", type=int, default=64, metavar="N", help="tokens of each prompt (64)")
@@ -171,6 +221,55 @@ def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     _engine_flags(parser, max_num_seqs=None)
 
 
+def _pull_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = (
+        "Fetch a model from the hub, verify every file, and print where it is. Interrupted, it goes on the next time."
+    )
+    parser = commands.add_parser("pull", help="fetch a model from the hub and verify it", description=text)
+    _model_argument(parser)
+
+
+def _models_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = "List the models in the hub's cache folder: commit, size, and whether Quire runs them."
+    parser = commands.add_parser("models", help="list the models on this disk", description=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+
+
+def _doctor_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = (
+        "Say what this machine has and whether Quire runs on it: a tiny model, every attention kernel against the "
+        "reference, memory and one step, beside what quire plan says of such a device."
+    )
+    help_text = "say what this machine has and whether Quire runs on it"
+    parser = commands.add_parser("doctor", help=help_text, description=text)
+    parser.add_argument("--json", metavar="FILE", help="keep it as one JSON object; - for the last line of output")
+
+
+def _plan_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = (
+        "What a slice of accelerators holds of a model, and how fast it is at best, before there is a slice. Asks the "
+        "compiler for those chips if it is installed, else computes from shapes."
+    )
+    parser = commands.add_parser(
+        "plan", help="what a model takes and gives on a slice of accelerators", description=text
+    )
+    text = "a folder with config.json (weights are not needed), a config.json, or a GGUF file"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    text = "chips: v5e:2x2, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:8, a100:8"
+    parser.add_argument("--topology", metavar="NAME", required=True, help=text)
+    parser.add_argument("--json", metavar="FILE", help="one JSON object; - for the last line of standard output")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not ask a compiler: seconds")
+    _engine_flags(parser, only=PLAN_KNOBS)
+
+
+def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:
+    """MODEL and what belongs to it, the same for every command."""
+    text = "a folder, a GGUF file, or org/name[:FILE][@REVISION] on the hub"
+    parser.add_argument("model", metavar="MODEL", help=text, **how)
+    text = "commit, branch or tag on the hub (main)"
+    parser.add_argument("--revision", metavar="NAME", help=text)
+
+
 def _numbers(text: str) -> list[int]:
     """Whole numbers above 0 from a text such as `8,32,64`."""
     numbers = [int(part) for part in text.split(",")]
@@ -179,38 +278,36 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int | None, temperature: float) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"new tokens ({max_tokens or 'what fits'})"
-    )
-    group.add_argument(
-        "--temperature",
-        type=float,
-        default=temperature,
-        metavar="T",
-        help=f"0 for the likeliest token ({temperature:g})",
-    )
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest share (1)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest; 0 for all (0)")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="leave out the unlikely (0)")
-    group.add_argument("--seed", type=int, metavar="N", help="draw the same every time")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+def _sampling_flags(parser: argparse.ArgumentParser, **defaults: float) -> None:
+    """One flag for each number of SamplingParams that is declared to have one. `defaults` are the command's own."""
+    note = "By default what the model's own defaults say, else what is in brackets."
+    group = parser.add_argument_group("sampling", note)
+    for name, declared in DECLARED.items():
+        if declared.flag is not None:
+            default = defaults.get(name, declared.default)
+            shown = declared.text if default is None else f"{declared.text} ({default:g})"
+            flag = "--" + name.replace("_", "-")
+            group.add_argument(flag, type=declared.kind, metavar=declared.flag, help=shown)
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; repeatable")
+    parser.set_defaults(sampling_defaults=defaults)
 
 
-def _engine_flags(parser: _Parser, **defaults: object) -> None:
-    """One flag for each field of EngineConfig."""
-    _flags(
-        parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts"), EngineConfig, **defaults
-    )
+def _engine_flags(parser: _Parser, only: Container[str] | None = None, **defaults: object) -> None:
+    """One flag for each field of EngineConfig, or of those in `only`."""
+    groups = parser.add_argument_group("engine"), parser.add_argument_group("engine, for experts")
+    _flags(*groups, EngineConfig, only, **defaults)
     parser.hide()
 
 
 def _flags(
-    ordinary: "argparse._ArgumentGroup", expert: "argparse._ArgumentGroup", config: type, **defaults: object
+    ordinary: "argparse._ArgumentGroup",
+    expert: "argparse._ArgumentGroup",
+    config: type,
+    only: Container[str] | None = None,
+    **defaults: object,
 ) -> None:
-    """One flag for each field of a config."""
-    for field in dataclasses.fields(config):
+    """One flag for each field of a config, or of those in `only`."""
+    for field in (field for field in dataclasses.fields(config) if only is None or field.name in only):
         group = expert if field.metadata.get("expert") else ordinary
         flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
         default = defaults.get(field.name, field.default)
@@ -218,27 +315,58 @@ def _flags(
             switch = "store_true" if default is False else argparse.BooleanOptionalAction
             action = group.add_argument(flag, action=switch, default=default, help=text)
         else:
-            kind = _plain(field.type)
-            shown = text if default is None else f"{text} ({default})"
+            kind, many = _plain(field.type)
+            shown = f"{text}; repeatable" if many else text if default is None else f"{text} ({default})"
+            action = "append" if many else "store"
             metavar = "N" if kind is int else "NAME"
-            action = group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown)
+            default = list(typing.cast(tuple, default)) if many else default
+            action = group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown, action=action)
         if group is expert:
             action.hidden_help, action.help = action.help, argparse.SUPPRESS  # pyright: ignore
 
 
-def _plain(annotation: typing.Any) -> type:
-    """The type of an annotation without None: `int` for `int | None`."""
+def _plain(annotation: typing.Any) -> tuple[type, bool]:
+    """The type of one value, and whether there may be many: `int` for `int | None`, `str` for `tuple[str, ...]`."""
     if isinstance(annotation, types.UnionType):
-        return next(kind for kind in typing.get_args(annotation) if kind is not type(None))
-    return annotation
+        return next(kind for kind in typing.get_args(annotation) if kind is not type(None)), False
+    if typing.get_origin(annotation) is tuple:
+        return typing.get_args(annotation)[0], True
+    return annotation, False
+
+
+def knobs_of(config: type, args: argparse.Namespace) -> dict[str, typing.Any]:
+    """The fields of a config from parsed flags."""
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(config)}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def engine_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
     """The engine's fields from parsed flags."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    return knobs_of(EngineConfig, args)
 
 
-def sampling_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
-    """The fields of SamplingParams from parsed flags."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop")
-    return {name: getattr(args, name) for name in names}
+def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:
+    """What the flags say; else what the model's `defaults` say; else the command's own defaults."""
+    own = dict(args.sampling_defaults)
+    if defaults != SamplingParams():
+        own["temperature"] = defaults.temperature
+    names = [*(name for name, declared in DECLARED.items() if declared.flag is not None), "stop"]
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return dataclasses.replace(defaults, **own | given)
+
+
+def find_model_for(args: argparse.Namespace) -> Path:
+    """The MODEL of a command that samples. Flags that cannot work with it are refused before its weights are read."""
+    from quire.checkpoint.load import find_model, read_config
+
+    sampling_params(args, SamplingParams())
+    _check_max_tokens(args.max_tokens, args.max_model_len, "--max-model-len")
+    path = find_model(args.model, args.revision)
+    _check_max_tokens(args.max_tokens, read_config(path).max_len, "the model's length")
+    return path
+
+
+def _check_max_tokens(max_tokens: int | None, limit: int | None, what: str) -> None:
+    """Refuse more new tokens than fit beside the shortest prompt, of one token."""
+    if max_tokens is not None and limit is not None and max_tokens >= limit:
+        raise ValueError(f"--max-tokens {max_tokens} and a prompt are more than {what}, {limit}; lower it")

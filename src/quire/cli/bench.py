@@ -10,6 +10,7 @@ from typing import TextIO
 
 from quire import LLM
 from quire.bench import measure
+from quire.bench.http_client import UnreachableError
 from quire.bench.measure import Result
 from quire.cli import engine_knobs
 
@@ -22,12 +23,16 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None and args.kind != "serve":
         raise ValueError(f"--url is for serve, not for {args.kind}")
     if args.url is not None:
-        return _print(args, _measure_url(args))
+        try:
+            return _print(args, _measure_url(args))
+        except UnreachableError as error:
+            print(f"quire: {error}", file=sys.stderr)
+            return 1
     if args.model is None:
-        raise ValueError(f"{args.kind} needs MODEL, a folder, a GGUF file or org/name@commit")
+        raise ValueError(f"{args.kind} needs MODEL, a folder, a GGUF file or a name on the hub (org/name)")
     if args.kind == "serve" and args.trace is None:
         raise ValueError("serve needs --trace FILE, a CSV of arrivals such as bench/traces/azure_conv_2023.csv")
-    with LLM(args.model, quiet=args.json == "-", **_knobs(args)) as llm:
+    with LLM(args.model, revision=args.revision, quiet=args.json == "-", **_knobs(args)) as llm:
         return _print(args, _measure(args, llm))
 
 

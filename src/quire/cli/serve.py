@@ -2,23 +2,25 @@
 
 import argparse
 import asyncio
-import dataclasses
 import os
 import sys
 from pathlib import Path
 
-from quire.cli import engine_knobs
+from quire.checkpoint.hub import parse_name
+from quire.cli import engine_knobs, knobs_of
+from quire.config import EngineConfig
 from quire.server.config import ServerConfig
 from quire.server.keys import Keys
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until a signal stops the process."""
-    config = ServerConfig(**{field.name: getattr(args, field.name) for field in dataclasses.fields(ServerConfig)})
+    config = ServerConfig(**knobs_of(ServerConfig, args))
     keys = Keys.read(given=_given(args.api_key, "QUIRE_API_KEY"), file=args.api_key_file)
     given = _given(args.admin_key, "QUIRE_ADMIN_KEY")
     admin_keys = Keys.read(given=given, file=args.admin_key_file, flag="--admin-key")
     knobs = engine_knobs(args)
+    EngineConfig(**knobs)  # checked before anything is loaded or listens
     try:  # only now: they take seconds, and a wrong flag should not
         from quire.server.serve import serve
     except ModuleNotFoundError as error:
@@ -28,11 +30,20 @@ def run(args: argparse.Namespace) -> int:
     def ready(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    path = Path(args.model)
-    here = path.resolve() if path.exists() else Path(args.model.partition("@")[0])  # else on the hub, pinned
-    model_name = here.stem if here.suffix == ".gguf" else here.name
-    asyncio.run(serve(lambda: LLM(args.model, **knobs), model_name, config, keys, admin_keys, on_ready=ready))
+    def load() -> LLM:
+        return LLM(args.model, revision=args.revision, **knobs)
+
+    name = _model_name(args.model, args.revision)
+    asyncio.run(serve(load, name, config, keys, admin_keys, on_ready=ready))
     return 0
+
+
+def _model_name(model: str, revision: str | None) -> str:
+    """What clients call it: the last part of its name on the hub, or of its path."""
+    path = Path(os.path.abspath(model))  # not resolved: files of the hub's cache are links to names that are hashes
+    if not path.exists() and (name := parse_name(model, revision)) is not None:
+        return name.repo.partition("/")[2]
+    return path.stem if path.suffix == ".gguf" else path.name
 
 
 def _given(flags: list[str], variable: str) -> list[str]:

@@ -24,18 +24,21 @@ def audit(scheduler: Scheduler) -> None:
     for sequence in chain(scheduler.waiting, *scheduler.waiting_for_prompt.values()):
         _check_queued(scheduler, sequence)
     _check_families(scheduler)
-    cached = tables.prefix_cache.pages if tables.prefix_cache else ()
-    tables.allocator.audit(chain((page for s in scheduler.running for page in s.pages), cached))
-    if tables.prefix_cache:
-        tables.prefix_cache.audit()
-    if tables.host:
-        tables.host.audit(page for s in scheduler.waiting for page in s.host_pages)
+    for i, pool in enumerate(tables.pools):
+        cached = pool.prefix_cache.pages if pool.prefix_cache else ()
+        pool.allocator.audit(chain((page for s in scheduler.running for page in s.tables[i]), cached))
+        if pool.prefix_cache:
+            pool.prefix_cache.audit()
+        if pool.host:
+            swapped = (s for s in scheduler.waiting if s.state is SequenceState.SWAPPED)
+            pool.host.audit(page for s in swapped for page in s.host_tables[i])
 
 
 def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
     tables, name = scheduler.tables, f"sequence {sequence.name}"
-    if sequence.state is not SequenceState.RUNNING or sequence.host_pages:
-        raise AuditError(f"{name} runs, is {sequence.state} and has {len(sequence.host_pages)} host pages")
+    num_host = sum(map(len, sequence.host_tables))
+    if sequence.state is not SequenceState.RUNNING or num_host:
+        raise AuditError(f"{name} runs, is {sequence.state} and has {num_host} host pages")
     if scheduler.in_flight is None:
         expected = tables.pages_for(sequence.num_computed)
         if len(sequence.pages) != expected:
@@ -44,20 +47,42 @@ def _check_running(scheduler: Scheduler, sequence: Sequence) -> None:
             )
         if sequence.num_computed >= sequence.num_tokens:
             raise AuditError(f"{name}: {sequence.num_computed} computed of {sequence.num_tokens} tokens")
+        unscored = sequence.first_unscored
+        if unscored is not None and sequence.num_computed >= unscored:
+            raise AuditError(f"{name}: {sequence.num_computed} computed, and token {unscored} was never scored")
         if sequence.num_computed % tables.page_size:
-            last = sequence.pages[-1]
-            if tables.allocator.refcount(last) != 1:
-                raise AuditError(f"{name} will write to page {last}, refcount {tables.allocator.refcount(last)}")
-    cache = tables.prefix_cache
+            for pool, pages in zip(tables.pools, sequence.tables, strict=True):
+                refcount = pool.allocator.refcount(pages[-1])
+                if refcount != 1:
+                    raise AuditError(f"{name} will write to page {pages[-1]}, refcount {refcount}")
+        _check_windows(scheduler, sequence)
+    cache = tables.pool.prefix_cache
     for i in range(sequence.num_published):
         if cache is None or cache.hash_of(sequence.pages[i]) != sequence.page_hashes[i]:
             raise AuditError(f"{name}: page {sequence.pages[i]} is published, and the prefix cache does not know it")
 
 
+def _check_windows(scheduler: Scheduler, sequence: Sequence) -> None:
+    """Between two steps it holds what the next token sees, and no page more; what is known is known as what it is."""
+    for window, table in zip(scheduler.tables.windows, sequence.windows, strict=True):
+        name, first = f"sequence {sequence.name}, window {window.window}", window.first_seen(sequence.num_computed)
+        held = (table.first, table.first + len(table.pages))
+        expected = (first, scheduler.tables.pages_for(sequence.num_computed))
+        if held != expected:
+            raise AuditError(
+                f"{name}: pages {held[0]} to {held[1]} of its table, expected {expected[0]} to {expected[1]}"
+            )
+        for i, page in enumerate(table.pages, table.first):
+            known = window.prefix_cache.hash_of(page) if window.prefix_cache else None
+            if known is not None and known not in sequence.page_hashes[i : i + 1]:
+                raise AuditError(f"{name}: page {page} is known by another name than its {i}th")
+
+
 def _check_queued(scheduler: Scheduler, sequence: Sequence) -> None:
     name = f"sequence {sequence.name}"
-    if sequence.pages:
-        raise AuditError(f"{name} is {sequence.state} and holds {len(sequence.pages)} pages")
+    num_held = sum(map(len, sequence.tables))
+    if num_held:
+        raise AuditError(f"{name} is {sequence.state} and holds {num_held} pages")
     swapped = sequence.state is SequenceState.SWAPPED
     expected = scheduler.tables.pages_for(sequence.num_computed)
     if swapped != bool(sequence.num_computed) or len(sequence.host_pages) != expected:
@@ -73,8 +98,9 @@ def _check_families(scheduler: Scheduler) -> None:
     for sequence in _members(somewhere):
         name = f"sequence {sequence.name}"
         if sequence.state is SequenceState.FINISHED:
-            if sequence.pages or sequence.host_pages:
-                raise AuditError(f"{name} is finished and holds {len(sequence.pages) + len(sequence.host_pages)} pages")
+            num_held = sum(map(len, sequence.tables + sequence.host_tables))
+            if num_held:
+                raise AuditError(f"{name} is finished and holds {num_held} pages")
         elif sequence not in somewhere:
             raise AuditError(f"{name} is {sequence.state} and nobody knows it")
 
@@ -86,7 +112,7 @@ def _members(sequences: set[Sequence]) -> Iterator[Sequence]:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The seeds' checks as numbers: taken over time, they tell whether cleanup works."""
+    """The seeds' checks as numbers, over all pools: taken over time, they tell whether cleanup works."""
 
     free_pages: int
     cached_pages: int
@@ -105,24 +131,34 @@ class PoolStats:
     """What they should be by the sequences' lengths: the same number between two steps."""
     leaked_pages: int
     """Pages that count as held and are in no table: always 0."""
+    usage_ratio: float
+    """Of the fullest pool, the share of pages that sequences hold: near 1, somebody waits or gives way."""
 
 
 def pool_stats(scheduler: Scheduler) -> PoolStats:
     """Count, without judging."""
     tables = scheduler.tables
-    allocator, refcounts = tables.allocator, tables.allocator.refcounts
-    entries = np.frombuffer(b"".join(sequence.pages for sequence in scheduler.running), np.int32)
-    holders = np.bincount(entries, minlength=allocator.num_pages)
-    held = allocator.num_pages - allocator.num_free - tables.num_cached
+    refcounts = np.concatenate([pool.allocator.refcounts for pool in tables.pools])
+    holders = np.concatenate([_num_holders(scheduler, i) for i in range(len(tables.pools))])
+    num_free = sum(pool.allocator.num_free for pool in tables.pools)
+    num_cached = sum(pool.num_cached for pool in tables.pools)
+    held = len(refcounts) - num_free - num_cached
     return PoolStats(
-        free_pages=allocator.num_free,
-        cached_pages=tables.num_cached,
+        free_pages=num_free,
+        cached_pages=num_cached,
         held_pages=held,
         shared_pages=int(np.count_nonzero(holders > 1)),
         min_refcount=int(refcounts.min()),
         max_refcount=int(refcounts.max()),
         sum_refcounts=int(refcounts.sum()),
-        table_pages=len(entries),
-        expected_table_pages=sum(tables.pages_for(s.num_computed) for s in scheduler.running),
+        table_pages=int(holders.sum()),
+        expected_table_pages=sum(map(tables.expected_pages, scheduler.running)),
         leaked_pages=held - int(np.count_nonzero(holders)),
+        usage_ratio=max(1 - pool.num_available / pool.allocator.num_pages for pool in tables.pools),
     )
+
+
+def _num_holders(scheduler: Scheduler, pool: int) -> np.ndarray:
+    """How many tables each page of a pool is in."""
+    entries = np.frombuffer(b"".join(sequence.tables[pool] for sequence in scheduler.running), np.int32)
+    return np.bincount(entries, minlength=scheduler.tables.pools[pool].allocator.num_pages)

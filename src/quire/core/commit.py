@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.core.errors import AuditError
-from quire.core.plan import Row, Sample, StepResult
+from quire.core.plan import Row, Sample, StepPlan, StepResult
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
 from quire.core.stopping import FinishReason, Grammar
 
@@ -23,7 +23,9 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
         if sequence.state is SequenceState.FINISHED:
             continue  # aborted while the step was in flight
         if sample.target is not None:
-            sequence.prompt_logprobs.append(_logprob(sequence, result, i, 0, drawn=False))
+            is_prompt = sample.position < sequence.prompt_len
+            scores = sequence.prompt_logprobs if is_prompt else sequence.logprobs
+            scores.append(_logprob(sequence, result, i, 0, drawn=False))
             continue
         reason, accepted = None, []
         for round_, token_id in enumerate(all_tokens[i]):
@@ -40,6 +42,18 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
                 break
         events.append(TokenEvent(sequence, tuple(accepted), reason))
     return events
+
+
+def accept_pooled(plan: StepPlan, result: StepResult) -> None:
+    """Take over the hidden states that a step pooled: a mean begins with position 0 and goes on chunk by chunk."""
+    for row, _ in plan.embeds:
+        sequence, first = plan.rows[row].sequence, plan.rows[row].first
+        if sequence.state is not SequenceState.RUNNING:
+            continue  # aborted while the step was in flight
+        pooled_D = _asked(result.pooled_BD)[row].copy()  # a view would keep all rows of the step
+        if first and sequence.params.pooling == "mean":
+            pooled_D += _asked(sequence.pooled_D)
+        sequence.pooled_D = pooled_D
 
 
 def computed_end(row: Row) -> int:
@@ -133,5 +147,5 @@ def _top(
 
 def _asked(array: np.ndarray | None) -> np.ndarray:
     if array is None:
-        raise AuditError("a request asked for log-probabilities that its step did not fetch")
+        raise AuditError("a request asked for what its steps did not fetch")
     return array

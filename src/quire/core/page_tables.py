@@ -4,21 +4,21 @@
              pages, or its own from host memory; full pages are shared, a partial one is copied
     grow     new pages for positions about to be written; the prefix cache gives up idle ones when none is free
     publish  full pages become findable, once the step that wrote them is committed
+    slide    pages that have left the window of their layers are given back
     release  a table is emptied; what nobody else holds is free, or idle in the prefix cache
 
-Movements that touch KV are collected as the page operations of the plan being made. Refuses to know: who should run.
+Refuses to know: who should run.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
-from quire.core.errors import AuditError, RequestError
-from quire.core.pages import PageAllocator
+from quire.core.errors import RequestError
+from quire.core.page_pool import PagePool, WindowPool
 from quire.core.plan import PageOperations
-from quire.core.prefix_cache import PrefixCache
-from quire.core.sequence import Sequence, SequenceState, Weights
+from quire.core.sequence import Sequence, SequenceState, Weights, WindowTable
 
 
 class ReusedPrefix(NamedTuple):
@@ -32,45 +32,64 @@ class ReusedPrefix(NamedTuple):
     """A partial page to copy, next in order."""
     num_published: int = 0
     """How many of the pages the prefix cache knows."""
+    windows: SequenceOf[tuple[list[int], int | None]] = ()
+    """The same for each pool of layers that see a window: the full pages that the next token sees, and the partial."""
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The full pages to share, in every pool."""
+        return [self.pages, *(pages for pages, _ in self.windows)]
+
+
+PageCounts = list[int]
+"""A number of pages for each pool, that of the layers which see every position first."""
 
 
 class PageTables:
-    """Owns the pool on the device, the pool in host memory and the prefix cache."""
+    """Owns the pages of every group of layers, on the device, in host memory and in the prefix cache.
 
-    def __init__(
-        self,
-        allocator: PageAllocator,
-        *,
-        page_size: int,
-        host: PageAllocator | None = None,
-        prefix_cache: bool = True,
-        poison_freed: bool = False,
-    ) -> None:
-        self.allocator = allocator
-        self.page_size = page_size
-        self.host = host
-        """Pages in host memory, for swapped sequences; None for no swapping."""
-        self.prefix_cache = PrefixCache(allocator, page_size) if prefix_cache else None
+    A sequence that runs has a table in every pool. All of them end with the same page of the sequence; in a window the
+    first pages are missing. So tables grow by the same number of pages in every pool.
+    """
+
+    def __init__(self, pool: PagePool, windows: SequenceOf[WindowPool] = ()) -> None:
+        self.pool = pool
+        """Of the layers that see every position."""
+        self.windows = windows
+        """Of the layers that see a window, one for each window."""
+        self.pools: tuple[PagePool, ...] = (pool, *windows)
+        """All of them, that of the layers which see every position first."""
+        self.page_size = pool.page_size
+        for window in windows:
+            self._check_holds_one(window)
         self.weights = Weights(0, 0)
         """What computes from now on."""
         self.swapped_out: list[Sequence] = []
         """Whose pages are on their way to the host: by the plan being made, or the one in flight."""
-        self._host_page_of: dict[bytes, int] = {}
-        self._host_hash_of: dict[int, bytes] = {}
-        """Published pages that are on the host: the next one of a family to be swapped shares them there."""
-        self._poison_freed = poison_freed
-        self._freed: list[int] = []
-        self._operations = PageOperations()
+
+    def _check_holds_one(self, window: WindowPool) -> None:
+        """Whoever fits into the first pool must be able to run alone: nobody could give way to it."""
+        needed, num_pages = min(window.pages_per_row, self.pool.allocator.num_pages), window.allocator.num_pages
+        if num_pages < needed:
+            raise ValueError(
+                f"{num_pages} pages for layers with a window of {window.window}, and one sequence may need {needed}: "
+                "give them more, or lower max_num_batched_tokens"
+            )
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold this many positions."""
         return -(-num_tokens // self.page_size)
 
+    def expected_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence holds between two steps, over all pools."""
+        end = self.pages_for(sequence.num_computed)
+        return end + sum(end - window.first_seen(sequence.num_computed) for window in self.windows)
+
     def check_fits(self, request_id: str, prompt_len: int, max_tokens: int) -> None:
-        """Refuse a sequence that the pool could not hold even alone."""
+        """Refuse a sequence that the first pool could not hold even alone. The windows hold any that it holds."""
         # The last token drawn never needs a place: no later token looks at it.
         needed = self.pages_for(prompt_len + max(max_tokens - 1, 0))
-        num_pages = self.allocator.num_pages
+        num_pages = self.pool.allocator.num_pages
         if needed > num_pages:
             raise RequestError(
                 f"it needs {needed} pages for a prompt of {prompt_len} + {max_tokens} new tokens, the pool has "
@@ -82,34 +101,31 @@ class PageTables:
 
     @property
     def num_available(self) -> int:
-        """Pages that can be had without taking them from a sequence."""
-        return self.allocator.num_free + self.num_cached
+        """Pages that a table can grow by in every pool without taking them from another sequence."""
+        return min([pool.num_available for pool in self.pools])
 
-    @property
-    def num_cached(self) -> int:
-        """Pages that only the prefix cache holds."""
-        return self.prefix_cache.num_idle if self.prefix_cache else 0
-
-    def num_holders(self, page: int) -> int:
-        """Sequences that hold a page."""
-        cached = self.prefix_cache is not None and self.prefix_cache.hash_of(page) is not None
-        return self.allocator.refcount(page) - cached
+    def has_room(self, counts: Iterable[int]) -> bool:
+        """Whether every pool has so many pages, without taking them from a sequence."""
+        return all(count <= pool.num_available for count, pool in zip(counts, self.pools, strict=True))
 
     # -- start ---------------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence, unwritten: Collection[Sequence] = ()) -> ReusedPrefix:
         """What of a waiting or swapped sequence need not be computed.
 
-        The last token is always computed: its logits are what the sequence waits for. Prompt log-probabilities need
-        every position's logits, so who still wants them begins with nothing. `unwritten` are sequences whose pages
-        are filled by the very plan that is being made: nothing can be copied from them yet.
+        The last token is always computed: its logits are what the sequence waits for. So is everything from the token
+        before the first one whose log-probability is still wanted, and all tokens of a prompt whose hidden states are
+        averaged. `unwritten` are sequences whose pages are filled by the very plan that is being made: nothing can be
+        copied from them yet.
         """
         if sequence.state is SequenceState.SWAPPED:
             pages = self._match(sequence, sequence.num_computed) if sequence.kv_weights == self.weights else []
-            return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages))
-        if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
-            return ReusedPrefix([], 0)
-        most, common = sequence.num_tokens - 1, 0
+            windows = [([], None) for _ in self.windows]  # all of them come from the host
+            return ReusedPrefix(pages, sequence.num_computed, num_published=len(pages), windows=windows)
+        unscored = sequence.first_unscored
+        most, common = (sequence.num_tokens if unscored is None else unscored) - 1, 0
+        if sequence.params.pooling == "mean":
+            most = 0
         relative = self._relative(sequence, unwritten)
         if relative is not None:
             common = sequence.num_inherited if relative is sequence.parent else sequence.prompt_len
@@ -117,46 +133,99 @@ class PageTables:
                 sequence.hash_root = relative.hash_root
                 sequence.page_hashes = relative.page_hashes[: common // self.page_size]
             common = min(most, common, relative.num_computed)
-        pages = self._match(sequence, most)
-        if relative is None or common <= len(pages) * self.page_size:
-            return ReusedPrefix(pages, len(pages) * self.page_size, num_published=len(pages))
-        num_full = common // self.page_size
-        return ReusedPrefix(
-            relative.pages[:num_full].tolist(),
-            common,
-            relative.pages[num_full] if common % self.page_size else None,
-            min(num_full, relative.num_published),
-        )
+        pages = self._known(sequence, most)
+        if relative is not None and common > len(pages) * self.page_size:
+            windows = self._seen_by(sequence, common, relative.windows)
+            if windows is not None:
+                num_full = common // self.page_size
+                partial = relative.pages[num_full] if common % self.page_size else None
+                num_published = min(num_full, relative.num_published)
+                return ReusedPrefix(relative.pages[:num_full].tolist(), common, partial, num_published, windows)
+        covered = len(pages) * self.page_size
+        return ReusedPrefix(pages, covered, None, len(pages), self._seen_by(sequence, covered) or ())
 
-    def num_new(self, sequence: Sequence, prefix: ReusedPrefix) -> int:
+    def num_new(self, sequence: Sequence, prefix: ReusedPrefix) -> PageCounts:
         """Of the available pages, how many a start with all of a sequence's tokens would take."""
-        cache = self.prefix_cache
-        idle = sum(map(cache.is_idle, prefix.pages)) if cache else 0
-        return self.pages_for(sequence.num_tokens) - len(prefix.pages) + idle
+        end = self.pages_for(sequence.num_tokens)
+        return [
+            pool.num_needed(prefix.num_tokens, end) - len(shared) + pool.num_idle(shared)
+            for pool, shared in zip(self.pools, prefix.tables, strict=True)
+        ]
+
+    def num_promised(self, running: SequenceOf[Sequence]) -> PageCounts:
+        """Pages that running sequences are promised together: for the tokens they have, and one each to grow into.
+
+        Nobody is admitted into these, so that admitting somebody does not preempt somebody else in the next step.
+        """
+        size = self.page_size
+        counts = [sum([-(-s.num_tokens // size) + 1 - len(s.pages) for s in running])]
+        for i, window in enumerate(self.windows):
+            needed = [window.num_needed(s.num_computed, -(-s.num_tokens // size) + 1) for s in running]
+            counts.append(sum(needed) - sum([len(s.windows[i].pages) for s in running]))
+        return counts
 
     def start(self, sequence: Sequence, prefix: ReusedPrefix) -> None:
         """Fill an empty table with what `find_prefix` has just found."""
-        self._hold(prefix.pages)
+        pool = self.pool
+        pool.hold(prefix.pages)
         sequence.pages.extend(prefix.pages)
         if sequence.state is SequenceState.SWAPPED:
-            on_host = sequence.host_pages[len(prefix.pages) :]
-            self._operations.swap_ins += zip(on_host, self._allocate(sequence, len(on_host)), strict=True)
-            self._release_host(sequence.host_pages)
+            sequence.pages.extend(pool.swap_in(sequence.host_pages[len(prefix.pages) :]))
+            pool.release_host(sequence.host_pages)
             del sequence.host_pages[:]
-        elif prefix.num_tokens:
+            for window, table in zip(self.windows, sequence.windows, strict=True):
+                table.pages.extend(window.swap_in(table.host_pages))
+                window.release_host(table.host_pages)
+                del table.host_pages[:]
+        else:
             if prefix.copy_from is not None:
-                (page,) = self._allocate(sequence, 1)
-                self._operations.copies.append((prefix.copy_from, page))
-            sequence.kv_weights = self.weights
+                sequence.pages.append(pool.copy(prefix.copy_from))
+            sequence.windows = [WindowTable() for _ in self.windows]
+            if prefix.num_tokens:
+                self._start_windows(sequence, prefix)
+                sequence.kv_weights = self.weights
         sequence.parent = None  # from here on it goes its own way, and its ancestors may be forgotten
         sequence.num_computed = prefix.num_tokens
         sequence.num_published = prefix.num_published
 
+    def _start_windows(self, sequence: Sequence, prefix: ReusedPrefix) -> None:
+        for window, table, (pages, partial) in zip(self.windows, sequence.windows, prefix.windows, strict=True):
+            window.hold(pages)
+            table.first = window.first_seen(prefix.num_tokens)
+            table.pages.extend(pages)
+            if partial is not None:
+                table.pages.append(window.copy(partial))
+
     def _match(self, sequence: Sequence, most: int) -> list[int]:
-        if self.prefix_cache is None:
+        """The known pages that a sequence begins with, in the pool of layers that see every position."""
+        if self.pool.prefix_cache is None:
             return []
         count = most // self.page_size
-        return self.prefix_cache.match(self.prefix_cache.hashes(sequence, self.weights, count), count)
+        return self.pool.prefix_cache.match(self.pool.prefix_cache.hashes(sequence, self.weights, count), count)
+
+    def _known(self, sequence: Sequence, most: int) -> list[int]:
+        """The same, as far as a token behind them also finds in every window what it sees."""
+        pages = self._match(sequence, most)
+        end, before = len(pages), None
+        while end != before:
+            before = end
+            for window in self.windows:
+                end = window.known_end(sequence.page_hashes, end)
+        return pages[:end]
+
+    def _seen_by(
+        self, sequence: Sequence, position: int, relatives: SequenceOf[WindowTable] = ()
+    ) -> list[tuple[list[int], int | None]] | None:
+        """What the token at a position sees in each window; None if it does not find all of it."""
+        names, found = sequence.page_hashes, []
+        if self.windows and self.pool.prefix_cache is not None:
+            names = self.pool.prefix_cache.hashes(sequence, self.weights, position // self.page_size)
+        for window, relative in zip_longest(self.windows, relatives):
+            seen = window.seen_by(position, names, relative)
+            if seen is None:
+                return None
+            found.append(seen)
+        return found
 
     def _relative(self, sequence: Sequence, unwritten: Collection[Sequence]) -> Sequence | None:
         """A running member of the family, its parent first, whose pages can be shared now."""
@@ -175,29 +244,35 @@ class PageTables:
 
     def grow(self, sequence: Sequence, end: int) -> None:
         """Give a sequence pages for all positions below `end`. They must be available."""
-        missing = self.pages_for(end) - len(sequence.pages)
+        num_pages = self.pages_for(end)
+        missing = num_pages - len(sequence.pages)
         if missing > 0:
-            self._allocate(sequence, missing)
+            sequence.pages.extend(self.pool.allocate(missing))
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            missing = num_pages - table.first - len(table.pages)
+            if missing > 0:
+                table.pages.extend(window.allocate(missing))
 
     def reachable_end(self, sequence: Sequence, end: int) -> int:
         """How far towards `end` a sequence's pages can reach when nobody, and no cached page, gives way for it."""
-        num_pages = min(self.pages_for(end), len(sequence.pages) + self.allocator.num_free)
+        num_free = min([pool.allocator.num_free for pool in self.pools])
+        num_pages = min(self.pages_for(end), len(sequence.pages) + num_free)
         return min(end, num_pages * self.page_size)
 
     def trim(self, sequence: Sequence) -> None:
         """Give back pages behind the last one that holds computed positions: they were reserved and not used."""
         count = self.pages_for(sequence.num_computed)
         if count < len(sequence.pages):
-            self._drop(sequence.pages[count:])
+            self.pool.drop(sequence.pages[count:])
             del sequence.pages[count:]
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            window.drop(table.pages[count - table.first :])
+            del table.pages[count - table.first :]
 
-    def _allocate(self, sequence: Sequence, count: int) -> list[int]:
-        short = count - self.allocator.num_free
-        if short > 0:
-            self.evict(short)
-        pages = self.allocator.allocate(count)
-        sequence.pages.extend(pages)
-        return pages
+    def slide(self, sequence: Sequence) -> None:
+        """Give back the pages that have left a window; what is full of them must have been published."""
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            window.slide(table, sequence.num_computed)
 
     # -- publish -------------------------------------------------------------------------------------------------
 
@@ -207,125 +282,57 @@ class PageTables:
         Where the cache knows another page with the same tokens, the sequence takes that one and gives its own back:
         thus who holds a known page holds every known page before it. KV of two versions is never published.
         """
-        cache, count = self.prefix_cache, sequence.num_computed // self.page_size
+        cache, count = self.pool.prefix_cache, sequence.num_computed // self.page_size
         if cache is None or count <= sequence.num_published or sequence.kv_weights != self.weights:
             return
-        hashes = cache.hashes(sequence, self.weights, count)
+        names = cache.hashes(sequence, self.weights, count)
         for i in range(sequence.num_published, count):
-            page = sequence.pages[i]
-            known = cache.publish(hashes[i], page)
-            if known != page:
-                self._hold([known])
-                sequence.pages[i] = known
-                self._drop([page])
+            sequence.pages[i] = self.pool.publish(names[i], sequence.pages[i])
+        for window, table in zip(self.windows, sequence.windows, strict=True):
+            for i in range(max(sequence.num_published, table.first), count):
+                table.pages[i - table.first] = window.publish(names[i], table.pages[i - table.first])
         sequence.num_published = count
 
-    def evict(self, count: int) -> int:
-        """Make the prefix cache forget its least recently used idle pages; returns how many it had."""
-        if self.prefix_cache is None:
-            return 0
-        evicted = self.prefix_cache.evict(count)
-        self._note_freed(evicted)
-        return len(evicted)
+    def clear_prefix_cache(self) -> int:
+        """Forget every known page that no sequence holds; returns how many, over all pools."""
+        return sum(pool.evict(pool.num_cached) for pool in self.pools)
 
     # -- release -------------------------------------------------------------------------------------------------
 
     def release(self, sequence: Sequence) -> None:
-        """Empty a sequence's table, and its host pages; its KV is gone."""
+        """Empty a sequence's tables, and its host pages; its KV is gone."""
         self._empty(sequence)
-        if sequence.host_pages:
-            freed = set(self._release_host(sequence.host_pages))
-            del sequence.host_pages[:]
-            moves = self._operations.swap_outs
-            if moves:  # a way to the host that is not worth the trip any more
-                self._operations.swap_outs = [move for move in moves if move[1] not in freed]
+        for pool, host_pages in zip(self.pools, sequence.host_tables, strict=False):  # a new one has no windows yet
+            if host_pages:
+                pool.lose_host(host_pages)
+                del host_pages[:]
+        sequence.windows = []
         sequence.num_computed = 0
         sequence.kv_weights = None
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """Whether host memory has room for a sequence."""
-        if self.host is None or not sequence.pages:
-            return False
-        return sum(page is None for page in self._on_host(sequence)) <= self.host.num_free
+        tables = zip(self.pools, sequence.tables, strict=True)
+        return bool(sequence.pages) and all(pool.can_swap_out(pages) for pool, pages in tables)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Empty a sequence's table into host memory; there must be room. Published pages go there once."""
-        if self.host is None:
-            raise ValueError("there is no host memory to swap to")
-        on_host = self._on_host(sequence)
-        shared = [page for page in on_host if page is not None]
-        self.host.retain(shared)
-        new = iter(self._allocate_host(len(on_host) - len(shared)))
-        for page, there in zip(sequence.pages, on_host, strict=True):
-            target = next(new) if there is None else there
-            sequence.host_pages.append(target)
-            if there is None:
-                self._operations.swap_outs.append((page, target))
-                name = self.prefix_cache.hash_of(page) if self.prefix_cache else None
-                if name is not None:
-                    self._host_page_of[name], self._host_hash_of[target] = target, name
+        """Empty a sequence's tables into host memory; there must be room."""
+        for pool, pages, host_pages in zip(self.pools, sequence.tables, sequence.host_tables, strict=True):
+            host_pages.extend(pool.swap_out(pages))
         self.swapped_out.append(sequence)
         self._empty(sequence)
 
-    def _allocate_host(self, count: int) -> list[int]:
-        """Free host pages to fill. A plan fills them before it reads any: none may be one that it has yet to read."""
-        pages = self.host.allocate(count) if self.host else []
-        still_read = {source for source, _ in self._operations.swap_ins}.intersection(pages)
-        if still_read:
-            raise AuditError(f"host page {min(still_read)} is swapped in by this plan, and would be overwritten before")
-        return pages
-
-    def _on_host(self, sequence: Sequence) -> list[int | None]:
-        """For each page of a sequence, the host page that has the same KV already."""
-        if self.prefix_cache is None:
-            return [None] * len(sequence.pages)
-        names = map(self.prefix_cache.hash_of, sequence.pages)
-        return [None if name is None else self._host_page_of.get(name) for name in names]
-
-    def _release_host(self, host_pages: SequenceOf[int]) -> list[int]:
-        if self.host is None:
-            return []
-        freed = self.host.release(host_pages)
-        for page in freed:
-            name = self._host_hash_of.pop(page, None)
-            if name is not None:
-                del self._host_page_of[name]
-        return freed
-
     def _empty(self, sequence: Sequence) -> None:
-        self._drop(sequence.pages)
-        del sequence.pages[:]
+        for pool, pages in zip(self.pools, sequence.tables, strict=False):
+            pool.drop(pages)
+            del pages[:]
         sequence.num_published = 0
-
-    def _hold(self, pages: SequenceOf[int]) -> None:
-        if self.prefix_cache is None:
-            self.allocator.retain(pages)
-        else:
-            self.prefix_cache.acquire(pages)
-
-    def _drop(self, pages: SequenceOf[int]) -> None:
-        freed = self.allocator.release(pages)
-        if self.prefix_cache is not None:
-            self.prefix_cache.mark_idle(pages)
-        self._note_freed(freed)
-
-    def _note_freed(self, pages: list[int]) -> None:
-        if self._poison_freed:
-            self._freed += pages
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def take_operations(self) -> PageOperations:
-        """What the plan must do to pages before it writes; the next plan starts with none."""
-        operations, self._operations = self._operations, PageOperations()
-        filled = {page for _, page in chain(operations.copies, operations.swap_ins)}
-        host_filled = {page for _, page in operations.swap_outs}
-        num_fills = len(operations.copies) + len(operations.swap_ins)
-        if len(filled) != num_fills or len(host_filled) != len(operations.swap_outs):
-            raise AuditError(f"a plan fills a page twice: {operations}")
-        operations.poisons = [page for page in dict.fromkeys(self._freed) if page not in filled]
-        self._freed = []
-        return operations
+    def take_operations(self) -> list[PageOperations]:
+        """What the plan must do to the pages of each pool before it writes; the next plan starts with none."""
+        return [pool.take_operations() for pool in self.pools]
 
     def dispatched(self) -> None:
         """The operations last taken have been done: pages on the host hold what they should."""

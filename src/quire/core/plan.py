@@ -2,7 +2,7 @@
 
 A plan is made fresh every step. Rows say which positions are computed, samples say which logits are drawn from:
 they are apart because a row may have none (a chunk inside a prompt), one, or many (prompt log-probabilities), and
-several samples may draw from one row.
+several samples may draw from one row. Embeds say which hidden states are handed out: a row that is embedded has one.
 """
 
 from dataclasses import dataclass, field
@@ -36,6 +36,14 @@ class Sample(NamedTuple):
     """Score this token instead of drawing one: its log-probability is what the sample is for."""
 
 
+class Embed(NamedTuple):
+    """Add up the hidden states of a row's tokens, from one of them to the row's last."""
+
+    row: int
+    packed_index: int
+    """The first of them, counted over all rows in order."""
+
+
 @dataclass(slots=True)
 class PageOperations:
     """Whole pages to touch before anything is written, in this order."""
@@ -56,8 +64,10 @@ class StepPlan:
 
     rows: list[Row] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    embeds: list[Embed] = field(default_factory=list)
     num_tokens: int = 0
-    operations: PageOperations = field(default_factory=PageOperations)
+    operations: list[PageOperations] = field(default_factory=lambda: [PageOperations()])
+    """For each pool of pages, in the order of `PageTables.pools`."""
 
     def __bool__(self) -> bool:
         return bool(self.rows)
@@ -106,4 +116,9 @@ class StepResult(Protocol):
     @property
     def processed_top_logprobs_SRX(self) -> np.ndarray | None:
         """Their log-probabilities; -inf for a token that could not be drawn."""
+        ...
+
+    @property
+    def pooled_BD(self) -> np.ndarray | None:
+        """For each row that the plan embeds, the sum of its hidden states; None if it embeds none."""
         ...

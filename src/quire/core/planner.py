@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 
 from quire.core.page_tables import PageTables
-from quire.core.plan import Row, Sample, StepPlan
+from quire.core.plan import Embed, Row, Sample, StepPlan
 from quire.core.sequence import Sequence
 
 
@@ -36,9 +36,9 @@ class Planner:
         num_samples = self._samples_left - self._samples_set_aside
         if num_samples < 1:
             return 0
-        if sequence.params.prompt_logprobs and len(sequence.prompt_logprobs) < sequence.prompt_len:
-            num_scored = max(len(sequence.prompt_logprobs) - 1 - computed, 0)  # before a preemption
-            num_tokens = min(num_tokens, num_scored + num_samples)
+        unscored = sequence.first_unscored
+        if unscored is not None:  # from the token before it on, every token is drawn from
+            num_tokens = min(num_tokens, max(unscored - 1 - computed, 0) + num_samples)
         return num_tokens
 
     def add_decoding(self, sequence: Sequence) -> None:
@@ -67,16 +67,18 @@ class Planner:
         end = first + num_tokens
         samples, base = plan.samples, plan.num_tokens - first - 1
         num_samples_before = len(samples)
-        if sequence.params.prompt_logprobs:
-            for position in range(max(first + 1, len(sequence.prompt_logprobs)), min(end + 1, sequence.prompt_len)):
-                samples.append(
-                    Sample(sequence, row, base + position, position, sequence.request.prompt_token_ids[position])
-                )
+        for position in sequence.unscored_between(first + 1, end + 1):
+            (token_id,) = sequence.tokens_between(position, position + 1)
+            samples.append(Sample(sequence, row, base + position, position, token_id))
         if end == sequence.num_tokens and sequence.max_tokens:
             samples.append(Sample(sequence, row, base + end, end, None))
             if waiting_for_prompt and end == sequence.prompt_len:
                 spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)
                 samples += [Sample(child, row, base + end, end, None) for child in waiting_for_prompt[: max(spare, 0)]]
+        if sequence.params.pooling == "mean":
+            plan.embeds.append(Embed(row, plan.num_tokens))
+        elif sequence.params.pooling and end == sequence.num_tokens:
+            plan.embeds.append(Embed(row, plan.num_tokens + num_tokens - 1))
         plan.rows.append(Row(sequence, first, num_tokens, 1))
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
@@ -86,8 +88,8 @@ class Planner:
 def reserve_rounds(plan: StepPlan, tables: PageTables, most: int) -> None:
     """Let each row go on for up to `most` rounds, as far as its budget and the free pages reach.
 
-    Nobody is preempted, and nothing cached is given up, to reserve ahead. A row with a grammar needs the host after
-    every token. What a row does not use of its pages goes back at commit.
+    Nobody is preempted, and in no pool anything cached is given up, to reserve ahead. A row with a grammar needs the
+    host after every token. What a row does not use of its pages goes back at commit.
     """
     rows = plan.rows
     for i, row in enumerate(rows):

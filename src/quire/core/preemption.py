@@ -3,8 +3,9 @@
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from operator import add
 
-from quire.core.page_tables import PageTables
+from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.sequence import Sequence
 
 SMOOTHING = 0.1
@@ -34,20 +35,39 @@ def prefers_swap(victim: Sequence, tables: PageTables, costs: PreemptionCosts) -
         return True
     num_kept = 0  # pages of its prefix that somebody else keeps alive
     for page in victim.pages:
-        if tables.num_holders(page) == 1:
+        if tables.pool.num_holders(page) == 1:
             break
         num_kept += 1
     num_lost = victim.num_computed - num_kept * tables.page_size
-    num_moves = 2 * -(-len(victim.pages) // costs.pages_per_move)
+    num_moves = 2 * sum(-(-len(pages) // costs.pages_per_move) for pages in victim.tables)
     return num_moves * costs.seconds_per_move < num_lost * costs.seconds_per_token
 
 
-def num_promised(sequence: Sequence, tables: PageTables) -> int:
-    """Pages that a running sequence is promised: for the tokens it has, and one to grow into.
+class _Room:
+    """What is missing in each pool for a sequence to start, while one after the other gives way."""
 
-    Nobody is admitted into these, so that admitting somebody does not preempt somebody else in the next step.
-    """
-    return 1 + max(tables.pages_for(sequence.num_tokens) - len(sequence.pages), 0)
+    def __init__(self, head: Sequence, prefix: ReusedPrefix, running: SequenceOf[Sequence], tables: PageTables) -> None:
+        self._tables = tables
+        needed = map(add, tables.num_new(head, prefix), tables.num_promised(running))
+        self._missing = [count - pool.num_available for count, pool in zip(needed, tables.pools, strict=True)]
+        self._shared = [set(pages) for pages in prefix.tables]
+        self._given: list[Counter[int]] = [Counter() for _ in tables.pools]
+
+    @property
+    def is_enough(self) -> bool:
+        return max(self._missing) <= 0
+
+    def add(self, victim: Sequence) -> None:
+        """Count what a running sequence would give back, and what it was promised.
+
+        What it shares with others than earlier victims stays held, and what the head begins with is not gained.
+        """
+        promised = self._tables.num_promised([victim])
+        for i, (pool, pages) in enumerate(zip(self._tables.pools, victim.tables, strict=True)):
+            given, shared = self._given[i], self._shared[i]
+            given.update(pages)
+            gained = sum(pool.num_holders(page) == given[page] for page in pages if page not in shared)
+            self._missing[i] -= gained + promised[i]
 
 
 def num_victims(
@@ -63,18 +83,13 @@ def num_victims(
         return 0
     if sum(s.num_tokens - s.num_computed for s in running if s.order < head.order) >= max_num_tokens:
         return 0  # it would still not run in this step
-    prefix = tables.find_prefix(head)
-    needed = tables.num_new(head, prefix) + sum(num_promised(s, tables) for s in running)
-    rows_missing = len(running) + 1 - max_num_seqs
-    available, seen, shared, victims = tables.num_available, Counter(), set(prefix.pages), 0
+    prefix = tables.find_prefix(head)  # it may be a victim's: who asks again afterwards learns whether it is enough
+    room, rows_missing, victims = _Room(head, prefix, running, tables), len(running) + 1 - max_num_seqs, 0
     for victim in reversed(running):
-        if rows_missing <= victims and needed <= available:
+        if rows_missing <= victims and room.is_enough:
             return victims
         if victim.priority >= head.priority and not is_first:
             return 0  # all who may give way are not enough
-        # What it shares with others than earlier victims stays held, and what the head begins with is not gained.
-        seen.update(victim.pages)
-        available += sum(tables.num_holders(page) == seen[page] for page in victim.pages if page not in shared)
-        needed -= num_promised(victim, tables)
+        room.add(victim)
         victims += 1
-    return victims if rows_missing <= victims and needed <= available else 0
+    return victims if rows_missing <= victims and room.is_enough else 0

@@ -60,6 +60,10 @@ class PrefixCache:
         """The name a page is known by."""
         return self._hash_of.get(page)
 
+    def page_of(self, name: bytes) -> int | None:
+        """The page that is known by a name."""
+        return self._page_of.get(name)
+
     def is_idle(self, page: int) -> bool:
         """Whether only the cache holds a page."""
         return page in self._idle

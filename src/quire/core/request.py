@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 from quire.config import check_whole
 from quire.core.sampling_params import SamplingParams
-from quire.field_error import FieldError
+from quire.field_error import FieldError, refuse_unknown_fields
+from quire.short_repr import short_repr
 
 MAX_PRIORITY = 1 << 31
 MAX_SALT_LEN = 1024
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """A prompt, and how to generate `params.n` sequences that continue it."""
@@ -20,11 +22,16 @@ class Request:
     priority: int = 0
     """Higher runs first; the same priority runs in order of arrival."""
     cache_salt: str = ""
-    """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own."""
+    """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own.
+    None is the same as none."""
     stream: bool = False
     """Tokens are wanted as soon as they are generated: they come in small groups."""
 
+    __repr__ = short_repr
+
     def __post_init__(self) -> None:
+        if self.cache_salt is None:
+            object.__setattr__(self, "cache_salt", "")
         if not isinstance(self.id, str):
             raise FieldError(f"id={self.id!r} must be a string", field="id")
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

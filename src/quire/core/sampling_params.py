@@ -1,12 +1,21 @@
-"""How tokens are drawn and when a sequence ends, checked when it is made."""
+"""How tokens are drawn and when a sequence ends, checked when it is made.
 
-from collections.abc import Mapping
+The fields of `SamplingParams` are the one declaration of what a request can ask for. From each number and each switch
+there follow: its check, its field over HTTP (`server/openai/schema.py`, `parse.py`), its command-line flag
+(`cli/__init__.py`), its column in a step (`engine/packer.py`), what random tests draw for it (`tests/histories.py`) and
+its line of docs/sampling.md. Lists, maps and forms are written out there by hand. How to add one:
+docs/add-a-sampling-parameter.md.
+"""
+
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, get_args
 
-from quire.config import check_whole
-from quire.field_error import FieldError
+from quire.config import MAX_ROUNDS, check_whole
+from quire.embedding import Pooling, check_pooling
+from quire.field_error import FieldError, refuse_unknown_fields
+from quire.short_repr import short_repr
 from quire.structured.form import Structured
 
 MAX_LOGPROBS = 20
@@ -17,99 +26,204 @@ MAX_STOPS = 64
 MAX_STOP_LEN = 4096
 """Characters and ids of all stops of a request together."""
 MAX_TOKEN_ID = (1 << 31) - 1
+MAX_WIRE_TOKENS = 1 << 24
+"""Tokens that a request over HTTP or gRPC may speak of."""
 
 
+class Range(NamedTuple):
+    """The numbers from `low` to `high`."""
+
+    low: float
+    high: float
+    above: bool = False
+    """Whether `low` itself is left out."""
+
+
+def number(
+    default: float | None,
+    limits: Range,
+    text: str,
+    *,
+    wire: Range | None = None,
+    from_wire: Callable[[Any], Any] | None = None,
+    on_wire: bool = True,
+    flag: str | None = None,
+    stage: Literal["penalty", "draw"] | None = None,
+) -> Any:
+    """A field that is a number; one whose default is None may also be None.
+
+    `limits` is its range and `text` says in one line what it does. Over HTTP and gRPC the range is `wire` where that is
+    another, and `from_wire` turns what came into a value of this field; `on_wire=False` for a field that protocols ask
+    for in ways of their own. `flag` names the value in the help of its command-line flag; without it there is no flag.
+    `stage` is the part of the sampler that gets the number: a "penalty" always counts, what is for the "draw" counts
+    above temperature 0. The default of a number with a stage, temperature apart, must change nothing.
+    """
+    how = {"wire": wire or limits, "from_wire": from_wire, "on_wire": on_wire, "flag": flag, "stage": stage}
+    return field(default=default, metadata={"text": text, "limits": limits, **how})
+
+
+def switch(default: bool, text: str, *, wire_name: str | None = None) -> Any:
+    """A field that is True or False, and its name over HTTP and gRPC where that is another."""
+    return field(default=default, metadata={"text": text, "wire_name": wire_name})
+
+
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How tokens are drawn and when a sequence ends."""
 
-    temperature: float = 1.0
-    """0 takes the most likely token; higher is more varied."""
-    top_k: int = 0
-    """Draw from the k most likely tokens; 0 for all."""
-    top_p: float = 1.0
-    """Draw from the smallest set of most likely tokens whose probability reaches this."""
-    min_p: float = 0.0
-    """Leave out tokens less likely than this times the most likely one."""
-    seed: int | None = None
-    """Tokens depend only on this, the sequence's index and the position; None draws a fresh seed."""
-    n: int = 1
-    """Sequences to generate from the prompt."""
-    max_tokens: int | None = None
-    """New tokens at most; None for as many as fit. 0 computes the prompt only (with `prompt_logprobs`)."""
-    min_tokens: int = 0
-    """No stop of any kind before this many new tokens."""
+    temperature: float = number(
+        1.0,
+        Range(0, 1e4),
+        "0 takes the most likely token; higher is more varied",
+        wire=Range(0, 2),
+        flag="T",
+        stage="draw",
+    )
+    top_k: int = number(
+        0,
+        Range(0, MAX_TOKEN_ID),
+        "draw from the k most likely tokens; 0 for all",
+        wire=Range(-1, MAX_TOKEN_ID),
+        from_wire=lambda k: max(k, 0),  # -1 is for all, too
+        flag="K",
+        stage="draw",
+    )
+    top_p: float = number(
+        1.0,
+        Range(0, 1, above=True),
+        "draw from the smallest set of most likely tokens whose probability reaches this",
+        wire=Range(0, 1),
+        from_wire=lambda p: p or 1e-6,  # 0 is for the likeliest token
+        flag="P",
+        stage="draw",
+    )
+    min_p: float = number(
+        0.0, Range(0, 1), "leave out tokens less likely than this times the most likely one", flag="P", stage="draw"
+    )
+    top_n_sigma: float = number(
+        0.0,
+        Range(0, 1e4),
+        "leave out tokens whose logit is more than this many standard deviations below the highest; 0 leaves out none",
+        flag="N",
+        stage="draw",
+    )
+    seed: int | None = number(
+        None,
+        Range(0, (1 << 64) - 1),
+        "draws depend on this, the sequence's index and the position; by default a fresh seed for each request",
+        wire=Range(-(1 << 63), (1 << 63) - 1),
+        from_wire=lambda seed: seed % (1 << 64),
+        flag="N",
+    )
+    n: int = number(
+        1, Range(1, MAX_SAMPLES_PER_REQUEST), "sequences to generate from the prompt, computed once", wire=Range(1, 128)
+    )
+    max_tokens: int | None = number(
+        None,
+        Range(0, 1 << 31),
+        "new tokens at most; by default as many as fit",
+        wire=Range(0, MAX_WIRE_TOKENS),
+        flag="N",
+    )
+    min_tokens: int = number(
+        0, Range(0, 1 << 31), "no stop of any kind before this many new tokens", wire=Range(0, MAX_WIRE_TOKENS)
+    )
     stop: str | SequenceOf[str | SequenceOf[int]] = ()
     """Stop strings, and sequences of token ids, that end a sequence; neither is part of the text."""
     stop_token_ids: SequenceOf[int] = ()
     """Token ids that end a sequence, beside the model's own end tokens."""
-    ignore_eos: bool = False
-    """Go on after the model's end tokens."""
-    skip_special: bool = True
-    """Leave special tokens out of the text."""
-    include_stop: bool = False
-    """A stop string that ends a sequence is part of its text."""
-    repetition_penalty: float = 1.0
-    """Divide the logits of tokens in the prompt or the output by this where positive, multiply where negative."""
-    presence_penalty: float = 0.0
-    """Take this off the logits of tokens that are in the output."""
-    frequency_penalty: float = 0.0
-    """Take this off the logits of tokens in the output, once for each time they are there."""
+    ignore_eos: bool = switch(False, "go on after the model's end tokens")
+    skip_special: bool = switch(True, "leave special tokens out of the text", wire_name="skip_special_tokens")
+    include_stop: bool = switch(
+        False, "a stop string that ends a sequence is part of its text", wire_name="include_stop_str_in_output"
+    )
+    repetition_penalty: float = number(
+        1.0,
+        Range(0, 1e4, above=True),
+        "divide the logits of tokens in the prompt or the output by this where positive, multiply where negative",
+        wire=Range(0, 10, above=True),
+        stage="penalty",
+    )
+    presence_penalty: float = number(
+        0.0,
+        Range(-1e4, 1e4),
+        "take this off the logits of tokens that are in the output",
+        wire=Range(-2, 2),
+        stage="penalty",
+    )
+    frequency_penalty: float = number(
+        0.0,
+        Range(-1e4, 1e4),
+        "take this off the logits of tokens in the output, once for each time they are there",
+        wire=Range(-2, 2),
+        stage="penalty",
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id -> what is added to its logit, after the penalties."""
-    logprobs: int | None = None
-    """Report each token's log-probability, and this many most likely alternatives: under the model itself
-    (temperature 1, nothing cut off) and, apart, under what it was drawn from (see `TokenLogprob`)."""
-    prompt_logprobs: bool = False
-    """Report the log-probability of each prompt token given those before it."""
+    logprobs: int | None = number(
+        None,
+        Range(0, MAX_LOGPROBS),
+        "report each token's log-probability, and this many most likely alternatives",
+        on_wire=False,
+    )
+    prompt_logprobs: bool = switch(False, "report the log-probability of each prompt token given those before it")
+    prompt_logprobs_start: int = number(
+        1,
+        Range(1, 1 << 31),
+        "with prompt_logprobs: the first prompt token to report; what lies before it may come from the prefix cache",
+        wire=Range(1, MAX_WIRE_TOKENS),
+    )
     structured: Structured | None = None
     """A form that the text must have; it ends once nothing can follow. Log-probabilities stay as they are: raw ones of
     the model itself, processed ones of what was left to draw from."""
+    max_rounds: int | None = number(
+        None,
+        Range(1, MAX_ROUNDS),
+        "tokens of a sequence before the host looks, at most: fewer come sooner and cost time; by default the engine's",
+        wire=Range(4, MAX_ROUNDS),  # as few as a row with a grammar gets: it holds up the rows of other clients
+    )
+    pooling: Pooling | None = None
+    """Embed the prompt instead of continuing it: by the hidden state of its "last" token, or by the "mean" of all. It
+    goes with `max_tokens=0`; `LLM.embed` asks for it."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
-        for name in (
-            "temperature", "top_k", "top_p", "min_p", "seed", "n", "max_tokens", "min_tokens", "logprobs",
-            "repetition_penalty", "presence_penalty", "frequency_penalty",
-        ):  # fmt: skip
+        for name, declared in DECLARED.items():
             value = getattr(self, name)
-            if hasattr(value, "item"):  # a number of numpy's or jax's
-                object.__setattr__(self, name, value.item())
+            if declared.limits is not None and hasattr(value, "item"):  # a number of numpy's or jax's
+                value = value.item()
+                object.__setattr__(self, name, value)
+            declared.check(value)
         if hasattr(self.stop_token_ids, "tolist"):
             object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())  # pyright: ignore
-        _real("temperature", self.temperature, 0.0, 1e4)
-        check_whole("top_k", self.top_k, 0, MAX_TOKEN_ID)
-        _real("top_p", self.top_p, 0.0, 1.0, low_excluded=True)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 1e4, low_excluded=True)
-        _real("presence_penalty", self.presence_penalty, -1e4, 1e4)
-        _real("frequency_penalty", self.frequency_penalty, -1e4, 1e4)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        if self.seed is not None:
-            check_whole("seed", self.seed, 0, (1 << 64) - 1)
-        check_whole("n", self.n, 1, MAX_SAMPLES_PER_REQUEST)
-        if self.max_tokens is not None:
-            check_whole("max_tokens", self.max_tokens, 0, 1 << 31)
-        check_whole("min_tokens", self.min_tokens, 0, 1 << 31)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
             raise FieldError(message, field="min_tokens")
-        if self.max_tokens == 0 and not self.prompt_logprobs:
-            message = "max_tokens=0 asks for nothing; ask for 1 or more, or for prompt_logprobs=True"
+        self._check_pooling()
+        if self.max_tokens == 0 and not self.prompt_logprobs and not self.pooling:
+            message = "max_tokens=0 asks for nothing; ask for 1 or more, for prompt_logprobs=True or for pooling"
             raise FieldError(message, field="max_tokens")
-        if self.logprobs is not None:
-            check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special", "include_stop", "prompt_logprobs"):
-            if not isinstance(getattr(self, name), bool):
-                raise FieldError(f"{name}={getattr(self, name)!r} must be True or False", field=name)
         if self.structured is not None and not isinstance(self.structured, Structured):
             raise FieldError(f"structured={self.structured!r} must be Structured(...)", field="structured")
         object.__setattr__(self, "stop", _stops(self.stop))
         object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
 
+    def _check_pooling(self) -> None:
+        if self.pooling is None:
+            return
+        check_pooling(self.pooling)
+        for name, value in (("max_tokens", 0), ("n", 1)):
+            if getattr(self, name) != value:
+                message = f"pooling={self.pooling!r} embeds a prompt and generates nothing: it needs {name}={value}"
+                raise FieldError(message, field=name)
+
     @property
     def has_penalty(self) -> bool:
         """Whether the next token depends on which tokens came before, beyond what the model makes of them."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return any(getattr(self, name) != DECLARED[name].default for name in PENALTIES)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -120,6 +234,53 @@ class SamplingParams:
     def stop_sequences(self) -> tuple[tuple[int, ...], ...]:
         """The stops that are sequences of token ids."""
         return tuple(tuple(stop) for stop in self.stop if not isinstance(stop, str))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Declared:
+    """What the declaration says of one number or switch: see `number` and `switch`."""
+
+    name: str
+    kind: type
+    """int, float or bool."""
+    default: Any
+    text: str
+    wire_name: str
+    limits: Range | None = None
+    """None for a switch."""
+    wire: Range | None = None
+    from_wire: Callable[[Any], Any] | None = None
+    on_wire: bool = True
+    flag: str | None = None
+    stage: str | None = None
+
+    def check(self, value: Any) -> None:
+        """Raise unless the field may have this value."""
+        if self.limits is None:
+            if not isinstance(value, bool):
+                raise FieldError(f"{self.name}={value!r} must be True or False", field=self.name)
+        elif value is None and self.default is None:
+            return
+        elif self.kind is int:
+            check_whole(self.name, value, int(self.limits.low), int(self.limits.high))
+        else:
+            _check_real(self.name, value, self.limits)
+
+
+def _declared() -> dict[str, Declared]:
+    declared = {}
+    for one in fields(SamplingParams):
+        if one.metadata:
+            kind: Any = (get_args(one.type) or (one.type,))[0]  # int of `int | None`
+            how = {**one.metadata, "wire_name": one.metadata.get("wire_name") or one.name}
+            declared[one.name] = Declared(name=one.name, kind=kind, default=one.default, **how)
+    return declared
+
+
+DECLARED = _declared()
+"""Every number and switch of `SamplingParams`, by name."""
+DRAWS = tuple(name for name, declared in DECLARED.items() if declared.stage == "draw")
+PENALTIES = tuple(name for name, declared in DECLARED.items() if declared.stage == "penalty")
 
 
 def _stop_token_ids(token_ids: Any) -> tuple[int, ...]:
@@ -141,17 +302,16 @@ def _biases(biases: Any) -> dict[int, float]:
         raise FieldError(message, field="logit_bias")
     for token_id, bias in biases.items():
         check_whole("a token id of logit_bias", token_id, 0, MAX_TOKEN_ID, field="logit_bias")
-        _real(f"logit_bias[{token_id}]", bias, -1e4, 1e4, field="logit_bias")
+        _check_real(f"logit_bias[{token_id}]", bias, Range(-1e4, 1e4), field="logit_bias")
     return dict(biases)
 
 
-def _real(
-    name: str, value: Any, low: float, high: float, *, low_excluded: bool = False, field: str | None = None
-) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (low_excluded and value == low):  # NaN is in no range
-        above = "above" if low_excluded else "from"
-        raise FieldError(f"{name}={value!r} must be a number {above} {low:g} to {high:g}", field=field or name)
+def _check_real(name: str, value: Any, limits: Range, *, field: str | None = None) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    low, high, above = limits
+    if not is_number or not low <= value <= high or (above and value == low):  # NaN is in no range
+        words = "above" if above else "from"
+        raise FieldError(f"{name}={value!r} must be a number {words} {low:g} to {high:g}", field=field or name)
 
 
 def _stops(stop: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -1,9 +1,9 @@
 """Who runs next.
 
-Continuous batching over one pool: each step gives every decoding sequence its one token, spends the rest of the
+Continuous batching over pools of pages: each step gives every decoding sequence its one token, spends the rest of the
 token budget on prompts in chunks, and mixes both. Order is priority, then arrival, then index in the family; nothing
-overtakes. Pages are reserved before the step that writes them; when none is left the last in order gives its pages
-back: to host memory, or to be recomputed. `commit` is the only judge of what a step produced.
+overtakes. Pages are reserved before the step that writes them; when a pool has none left the last in order gives its
+pages back: to host memory, or to be recomputed. `commit` is the only judge of what a step produced.
 
 A request for n sequences computes its prompt once: the first sequence leads, the others wait for it until they have
 drawn their first token from its logits; then they queue for rows of their own, where they share its pages.
@@ -12,14 +12,17 @@ Costs are linear in what runs and independent of what waits and of the pool's si
 """
 
 from bisect import insort
+from collections.abc import Sequence as SequenceOf
 from itertools import chain
+from operator import add
 
-from quire.core.commit import accept_tokens, computed_end
-from quire.core.errors import AuditError, RequestError
-from quire.core.page_tables import PageTables
+from quire.core.commit import accept_pooled, accept_tokens, computed_end
+from quire.core.errors import AuditError
+from quire.core.forks import fork_of
+from quire.core.page_tables import PageCounts, PageTables
 from quire.core.plan import StepPlan, StepResult
 from quire.core.planner import Planner, reserve_rounds
-from quire.core.preemption import PreemptionCosts, num_promised, num_victims, prefers_swap
+from quire.core.preemption import PreemptionCosts, num_victims, prefers_swap
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.core.stopping import FinishReason
 from quire.core.waiting import WaitingQueue
@@ -79,15 +82,13 @@ class Scheduler:
         if len(sequence.family) > 1:
             self.waiting_for_prompt[sequence.request.id] = sequence.family[1:]
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """Queue another sequence that goes on from the tokens this one has."""
-        if sequence.state is SequenceState.FINISHED or not sequence.num_output:
-            state = sequence.state if sequence.num_output else "without a token of its own"
-            raise RequestError(
-                f"sequence {sequence.name} is {state}: fork one that has drawn a token and "
-                "has not finished, or ask for n sequences at once"
-            )
-        child = sequence.fork()
+    def fork(self, sequence: Sequence, changed: Sequence | None = None, token_ids: SequenceOf[int] = ()) -> Sequence:
+        """Queue another sequence that goes on from the tokens this one has, and from those forced behind them.
+
+        `changed` is a sequence without tokens that has the parameters of the new one; None for the same parameters.
+        """
+        child = fork_of(sequence, changed, token_ids, self.tables.weights.version)
+        child.join_family()
         self.waiting.push(child)
         return child
 
@@ -134,9 +135,9 @@ class Scheduler:
         self._make_room_for_head()
         planner = Planner(self.max_num_batched_tokens, self.max_num_samples, self.running)
         if self._plan_running(planner) and self.waiting and len(self.running) < self.max_num_seqs:
-            promised = self._num_promised()
+            promised = self.tables.num_promised(self.running)
             while self._admit_head(planner, promised):
-                promised += num_promised(planner.started[-1], self.tables)
+                promised = list(map(add, promised, self.tables.num_promised(planner.started[-1:])))
         plan = planner.plan
         if plan:
             if self.max_rounds > 1 and plan.can_go_on:
@@ -160,7 +161,7 @@ class Scheduler:
         while position < len(running):
             sequence = running[position]
             if head is not None and head.order < sequence.order:
-                got_in = self._admit_head(planner, self._num_promised())
+                got_in = self._admit_head(planner, self.tables.num_promised(running))
                 head = self.waiting.peek() if got_in else None
                 position = running.index(sequence)  # behind whoever got in
                 continue
@@ -177,7 +178,7 @@ class Scheduler:
             position += 1
         return self.num_preemptions == preemptions_before
 
-    def _admit_head(self, planner: Planner, promised: int) -> bool:
+    def _admit_head(self, planner: Planner, promised: PageCounts) -> bool:
         """Start the head of the queue if a row, tokens and pages are there, beside those promised to who runs.
 
         It is never overtaken.
@@ -187,7 +188,7 @@ class Scheduler:
             return False
         prefix = tables.find_prefix(head, unwritten=planner.started)
         num_tokens = planner.share(head, prefix.num_tokens)
-        if num_tokens == 0 or tables.num_new(head, prefix) + promised > tables.num_available:
+        if num_tokens == 0 or not tables.has_room(map(add, tables.num_new(head, prefix), promised)):
             return False
         self.waiting.pop()
         if head.state is SequenceState.WAITING:
@@ -201,10 +202,6 @@ class Scheduler:
         planner.started.append(head)
         planner.add(head, num_tokens, self.waiting_for_prompt.get(head.request.id, ()))
         return True
-
-    def _num_promised(self) -> int:
-        """Pages that all who run are promised together."""
-        return sum(num_promised(sequence, self.tables) for sequence in self.running)
 
     def _reserve(self, sequence: Sequence, end: int) -> bool:
         """Give a sequence pages for positions below `end`, preempting from the back. False if it went itself."""
@@ -220,9 +217,11 @@ class Scheduler:
     def _reserve_ahead(self, plan: StepPlan) -> None:
         """Let every row of a plan that only decodes go on for some rounds: fewer when somebody watches or waits.
 
-        When somebody waits for a place, no round is run beyond the first budget that ends.
+        Never more than any of them asked for: nobody's tokens are handed out before the last round ends. When somebody
+        waits for a place, no round is run beyond the first budget that ends.
         """
-        most = self.max_rounds
+        asked = [rounds for row in plan.rows if (rounds := row.sequence.params.max_rounds) is not None]
+        most = min([self.max_rounds, *asked])
         if self.waiting or any(row.sequence.request.stream or row.sequence.grammar for row in plan.rows):
             most = min(most, WATCHED_ROUNDS)
         if self.waiting:
@@ -231,11 +230,17 @@ class Scheduler:
             reserve_rounds(plan, self.tables, most)
 
     def _make_room_for_head(self) -> None:
-        """Preempt who comes after the head of the queue, when that lets it in."""
+        """Preempt who comes after the head of the queue, when that lets it in.
+
+        Who goes may be a relative whose pages the head would have begun with. Then more may have to go.
+        """
+        limits = {"max_num_seqs": self.max_num_seqs, "max_num_tokens": self.max_num_batched_tokens}
         head = self.waiting.peek()
-        if head is not None and self.running:
-            limits = {"max_num_seqs": self.max_num_seqs, "max_num_tokens": self.max_num_batched_tokens}
-            for _ in range(num_victims(head, self.running, self.tables, **limits)):
+        while head is not None and self.running:
+            count = num_victims(head, self.running, self.tables, **limits)
+            if count == 0:
+                return
+            for _ in range(count):
                 self._preempt(self.running[-1])
 
     # -- preempt -------------------------------------------------------------------------------------------------
@@ -323,7 +328,7 @@ class Scheduler:
                 self.abort(sequence)
             else:
                 self.preempt(sequence, swap=False)
-        self.tables.evict(self.tables.num_cached)
+        self.tables.clear_prefix_cache()
 
     def _drop_plan(self) -> None:
         """Forget the step in flight. What it was to move to the host may never have arrived there."""
@@ -352,6 +357,7 @@ class Scheduler:
         if not all(counts):
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
         events = accept_tokens(samples, result, weights.version)
+        accept_pooled(plan, result)
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence, first = row.sequence, row.first
@@ -364,6 +370,8 @@ class Scheduler:
                     self.tables.trim(sequence)
                 if sequence.num_computed >= (sequence.num_published + 1) * page_size:
                     self.tables.publish(sequence)
+                if sequence.windows:
+                    self.tables.slide(sequence)
                 if first < sequence.prompt_len <= first + row.num_tokens:
                     prompts_done.append(sequence)
         for event in events:

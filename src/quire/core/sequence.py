@@ -10,6 +10,7 @@ The newest token has no KV yet: that is written by the step that computes the to
 """
 
 from array import array
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from enum import StrEnum
 from typing import NamedTuple
@@ -19,6 +20,7 @@ import numpy as np
 from quire.core.errors import StateError
 from quire.core.request import Request
 from quire.core.stopping import FinishReason, Grammar, StopDetector
+from quire.short_repr import short_repr
 
 
 class SequenceState(StrEnum):
@@ -66,6 +68,9 @@ class TokenLogprob(NamedTuple):
     processed_top: tuple[tuple[int, float], ...] = ()
     """Only tokens that could have been drawn."""
 
+    def __repr__(self) -> str:
+        return short_repr(self)
+
 
 class TokenEvent(NamedTuple):
     """What one committed step did to one sequence."""
@@ -75,6 +80,19 @@ class TokenEvent(NamedTuple):
     finish_reason: FinishReason | None
 
 
+class WindowTable:
+    """The pages of a sequence in a pool of layers that see only a window."""
+
+    __slots__ = ("first", "host_pages", "pages")
+
+    def __init__(self, first: int = 0, pages: Iterable[int] = ()) -> None:
+        self.first = first
+        """How many pages have left the window: position p lives in page `pages[p // page_size - first]`."""
+        self.pages = array("i", pages)
+        self.host_pages = array("i")
+        """While swapped: where the same pages are in host memory."""
+
+
 class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
@@ -82,9 +100,9 @@ class Sequence:
         "arrival", "detokenizer", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
         "hash_root", "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index",
         "num_cached_tokens", "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens",
-        "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent", "preemptions",
-        "priority", "prompt_len", "prompt_logprobs", "request", "sampling_record", "seed", "state", "stop_ids",
-        "weight_versions",
+        "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent", "pooled_D",
+        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "sampling_record", "seed", "state",
+        "stop_ids", "weight_versions", "windows",
     )  # fmt: skip
 
     def __init__(
@@ -134,6 +152,8 @@ class Sequence:
         """The page table: position p lives in page `pages[p // page_size]`."""
         self.host_pages = array("i")
         """While swapped: where the same pages are in host memory."""
+        self.windows: list[WindowTable] = []
+        """From its start on, one for each pool of layers that see only a window."""
         self.num_computed = 0
         """Positions whose KV is in the pages."""
         self.num_published = 0
@@ -146,14 +166,20 @@ class Sequence:
         self.kv_weights: Weights | None = None
         """What computed its KV; None if there is none, or if two did."""
         self.weight_versions: list[Version] = []
-        """For each output token, the weights it was drawn under."""
+        """For each output token, the weights it was drawn under, or that there were when it was forced."""
         self.state = SequenceState.WAITING
         self.finish_reason: FinishReason | None = None
         self.num_stop_tokens = 0
         """Output tokens at the end that are the stop itself and carry no text."""
         self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob | None] = [None]
-        """One entry for each prompt token scored so far (the first has nothing before it); shared by the family."""
+        """When asked for, one for each output token; of a fork that has yet to run, those of its parent."""
+        start = request.params.prompt_logprobs_start if request.params.prompt_logprobs else 1
+        self.prompt_logprobs: list[TokenLogprob | None] = [None] * min(start, self.prompt_len)
+        """One entry for each prompt token scored so far (the first has nothing before it, and those before
+        `prompt_logprobs_start` were not asked for). Shared by the family, but for a fork that asks for others than its
+        parent."""
+        self.pooled_D: np.ndarray | None = None
+        """With `pooling`: the hidden state of the newest computed token, or the sum of those of all computed ones."""
         self.preemptions = 0
         self.num_failures = 0
         """Steps that failed on the device with this sequence in them."""
@@ -163,31 +189,65 @@ class Sequence:
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
 
     def fork(self) -> "Sequence":
-        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own.
+        """Another sequence of the family with the tokens that this one has; it waits, and draws on its own."""
+        child = self.begin_fork()
+        child.join_family()
+        return child
+
+    def begin_fork(self) -> "Sequence":
+        """A fork that is not of the family yet.
 
         Its text begins where its output does: what somebody has read of this one's text is still to be read of it.
         """
-        first = self.family[0]
         child = Sequence(
             self.request,
-            index=first.next_index,
+            index=self.family[0].next_index,
             arrival=self.arrival,
             seed=self.seed,
             max_tokens=self.max_tokens,
             eos_ids=self.eos_ids,
             detokenizer=self.detokenizer and self.detokenizer.fork(),
+            grammar=self.grammar and self.grammar.copy(),
         )
-        first.next_index += 1
-        child.family = self.family
-        child.family.append(child)
-        child.parent, child.num_inherited = self, self.num_tokens
+        child.mask = self.mask
         child.output_token_ids = self.output_token_ids.copy()
         child.num_tokens = self.num_tokens
-        child.logprobs = self.logprobs.copy()
-        child.weight_versions = self.weight_versions.copy()
-        child.prompt_logprobs = self.prompt_logprobs
-        child.grammar, child.mask = self.grammar and self.grammar.copy(), self.mask
+        child.inherit(self)
         return child
+
+    def inherit(self, parent: "Sequence") -> None:
+        """Take over what belongs to the parent's tokens: their KV, their versions and their log-probabilities."""
+        self.family = parent.family
+        self.parent, self.num_inherited = parent, parent.num_tokens
+        self.weight_versions = parent.weight_versions.copy()
+        if self.params.logprobs is not None:
+            self.logprobs = parent.logprobs.copy()
+        if not parent.num_output or len(parent.prompt_logprobs) == parent.prompt_len:
+            self._inherit_prompt_logprobs(parent)
+
+    def _inherit_prompt_logprobs(self, parent: "Sequence") -> None:
+        """Share the parent's, or take what is asked for of them; what they lack is scored anew."""
+        mine, start = self.params, len(self.prompt_logprobs)
+        is_alike = parent.params.prompt_logprobs and parent.params.prompt_logprobs_start == mine.prompt_logprobs_start
+        if is_alike or not mine.prompt_logprobs:
+            self.prompt_logprobs = parent.prompt_logprobs
+        elif all(parent.prompt_logprobs[start:]):
+            self.prompt_logprobs = [*self.prompt_logprobs, *parent.prompt_logprobs[start:]]
+
+    def join_family(self) -> None:
+        """Be one of the sequences of its parent's request from here on."""
+        self.family[0].next_index += 1
+        self.family.append(self)
+
+    @property
+    def tables(self) -> list[array]:
+        """Its pages in every pool: `pages`, then those of each window."""
+        return [self.pages, *(table.pages for table in self.windows)]
+
+    @property
+    def host_tables(self) -> list[array]:
+        """The same in host memory, while it is swapped."""
+        return [self.host_pages, *(table.host_pages for table in self.windows)]
 
     @property
     def name(self) -> str:
@@ -214,6 +274,27 @@ class Sequence:
             return self.output_token_ids[start - prompt_len : end - prompt_len]
         prompt = self.request.prompt_token_ids[start:end]
         return prompt if end <= prompt_len else [*prompt, *self.output_token_ids[: end - prompt_len]]
+
+    def unscored_between(self, start: int, end: int) -> list[int]:
+        """Positions of `start .. end-1` whose tokens are there, and their log-probabilities, though asked for, not."""
+        return [i for part in self._unscored() for i in range(max(start, part.start), min(end, part.stop))]
+
+    @property
+    def first_unscored(self) -> int | None:
+        """The first such position. The one before it is yet to be computed: its logits are needed."""
+        return next((part.start for part in self._unscored() if part), None)
+
+    def _unscored(self) -> tuple[range, range]:
+        prompt = range(len(self.prompt_logprobs), self.prompt_len if self.params.prompt_logprobs else 0)
+        scored_end = self.prompt_len + len(self.logprobs)
+        return prompt, range(scored_end, self.num_tokens if self.params.logprobs is not None else 0)
+
+    @property
+    def embedding_D(self) -> np.ndarray | None:
+        """Of a prompt that was embedded: the hidden state of its last token, or the mean of all. None before that."""
+        if self.pooled_D is None or self.finish_reason is not FinishReason.LENGTH:  # it was aborted
+            return None
+        return self.pooled_D / np.float32(self.prompt_len) if self.params.pooling == "mean" else self.pooled_D
 
     @property
     def forbidden_ids(self) -> SequenceOf[int]:

@@ -47,6 +47,10 @@ class Grammar(Protocol):
         """Read on in the output, given whole. False if a token may not be there, or if all has failed."""
         ...
 
+    def num_allowed(self, token_ids: SequenceOf[int], /) -> int:
+        """How many of these may come next, one after another. Reads nothing."""
+        ...
+
     def copy(self) -> "Grammar":
         """Another one that has read the same."""
         ...

@@ -24,4 +24,4 @@ def use_compile_cache(folder: str | None) -> None:
         _log.warning("compile_cache cannot be used (%s): every start compiles its programs anew", error.strerror)
         return
     jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)

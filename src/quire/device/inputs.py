@@ -46,11 +46,24 @@ class StepShape(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
+class WindowLayout:
+    """Where tokens go in a pool of layers that see only a window: what differs there from `BatchLayout`.
+
+    A row's table begins with the first page that it still has, and lengths count from the beginning of that page.
+    """
+
+    destinations_T: Any
+    page_table_BP: Any
+    kv_lens_B: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
 class BatchLayout:
     """Which token is whose, and where its KV goes. All attention needs to know of a batch."""
 
     positions_T: Any
-    """Position of each token in its sequence."""
+    """Position of each token in its sequence. Attention goes by `kv_lens_B`: a row's tokens are the last it has."""
     destinations_T: Any
     """Where its KV is written: page * page_size + offset; the pool's size for none."""
     page_table_BP: Any
@@ -61,6 +74,16 @@ class BatchLayout:
     cu_q_lens_B1: Any
     """Row b has the tokens cu_q_lens[b] .. cu_q_lens[b+1]-1."""
     decode: bool = field(metadata={"static": True})
+    windows: tuple[WindowLayout, ...] = ()
+    """For each pool of layers that see only a window."""
+
+    def of(self, pool: int) -> "BatchLayout":
+        """The layout in one pool: 0 is that of the layers which see every position."""
+        if pool == 0:
+            return replace(self, windows=())
+        window = self.windows[pool - 1]
+        places = {name: getattr(window, name) for name in ("destinations_T", "page_table_BP", "kv_lens_B")}
+        return replace(self, **places, windows=())
 
 
 @jax.tree_util.register_dataclass
@@ -77,13 +100,15 @@ class SampleInputs:
     want_logprobs: Any
     """Whether any sample's log-probability will be read."""
     want_top: Any
-    """Whether any alternatives will be read."""
+    """Whether any alternatives will be read; then log-probabilities are, too."""
     temperature_S: Any = None
     """0 for the most likely token."""
     top_k_S: Any = None
     """0 for all."""
     top_p_S: Any = None
     min_p_S: Any = None
+    top_n_sigma_S: Any = None
+    """0 for all."""
     seed_S2: Any = None
     """The request's seed, as two words."""
     index_S: Any = None
@@ -94,10 +119,10 @@ class SampleInputs:
     """The row that the sample's token is in: the history that penalties look at."""
     prompt_len_S: Any = None
     """Where the output begins; penalties tell it from the prompt."""
-    repetition_S: Any = None
+    repetition_penalty_S: Any = None
     """Penalties; 1, 0 and 0 for none."""
-    presence_S: Any = None
-    frequency_S: Any = None
+    presence_penalty_S: Any = None
+    frequency_penalty_S: Any = None
     bias_ids_SE: Any = None
     """Token ids whose logit is changed, or INVALID."""
     bias_SE: Any = None
@@ -137,14 +162,15 @@ def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
         top_k_S=full(0, np.int32),
         top_p_S=full(1, np.float32),
         min_p_S=full(0, np.float32),
+        top_n_sigma_S=full(0, np.float32),
         seed_S2=full(0, np.uint32, 2),
         index_S=full(0, np.int32),
         target_S=full(INVALID, np.int32),
         row_S=full(0, np.int32),
         prompt_len_S=full(0, np.int32),
-        repetition_S=full(1, np.float32),
-        presence_S=full(0, np.float32),
-        frequency_S=full(0, np.float32),
+        repetition_penalty_S=full(1, np.float32),
+        presence_penalty_S=full(0, np.float32),
+        frequency_penalty_S=full(0, np.float32),
         bias_ids_SE=full(INVALID, np.int32, MAX_BIASES),
         bias_SE=full(0, np.float32, MAX_BIASES),
         mask_SW=full(0, np.uint32, mask_words(vocab_size)),
@@ -159,6 +185,11 @@ def default_rounds(num_rows: int) -> RoundInputs:
         eos_ids_E=np.full(MAX_EOS_IDS, INVALID, np.int32),
         stop_ids_BE=np.full((num_rows, MAX_STOP_IDS), INVALID, np.int32),
     )
+
+
+def default_embed(num_rows: int) -> np.ndarray:
+    """`StepInputs.embed_first_B` of rows whose hidden states nobody asks for."""
+    return np.full(num_rows, INVALID, np.int32)
 
 
 def with_defaults[T](given: T, defaults: T) -> T:
@@ -194,6 +225,14 @@ class PageIds:
 
 
 @dataclass(frozen=True)
+class WindowInputs:
+    """The page tables of all rows in a pool of layers that see only a window, and what is to be done to its pages."""
+
+    page_ids: PageIds
+    pages: PageCommands
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """One step, as arrays. A second process that runs the same inputs comes to the same state."""
 
@@ -203,6 +242,16 @@ class StepInputs:
     samples: SampleInputs
     rounds: RoundInputs
     pages: PageCommands
+    embed_first_B: np.ndarray | None = None
+    """The packed token from which on a row's hidden states are added up, to its last; INVALID for a row that is not
+    embedded, None where no row is. Not in a decode step."""
+    windows: tuple[WindowInputs, ...] = ()
+    """For each pool of layers that see only a window."""
+
+    @property
+    def pools(self) -> list[tuple[PageIds, PageCommands]]:
+        """The page tables of every pool, and what is to be done to its pages."""
+        return [(self.page_ids, self.pages), *((window.page_ids, window.pages) for window in self.windows)]
 
     @property
     def shape(self) -> StepShape:
@@ -214,9 +263,9 @@ class StepInputs:
     @property
     def num_bytes(self) -> int:
         """What is shipped to the device."""
-        ids, pages = self.page_ids, self.pages
-        arrays = jax.tree.leaves((self.tokens_T, self.layout, self.samples, self.rounds))
-        arrays += [ids.ids_X, ids.cu_lens_B1, pages.swap_out, pages.copy, pages.swap_in, pages.poison]
+        arrays = jax.tree.leaves((self.tokens_T, self.layout, self.samples, self.rounds, self.embed_first_B))
+        for ids, pages in self.pools:
+            arrays += [ids.ids_X, ids.cu_lens_B1, pages.swap_out, pages.copy, pages.swap_in, pages.poison]
         return sum(array.nbytes for array in arrays)
 
 
@@ -237,10 +286,13 @@ class StepOutput:
     processed_top_ids_SRX: Any
     processed_top_logprobs_SRX: Any
     """-inf for a token that could not be drawn."""
+    pooled_BD: Any = None
+    """The sum of the hidden states of each row that is pooled, in float32; None from a decode step."""
 
-    def only(self, *, logprobs: bool, top: bool) -> "StepOutput":
+    def only(self, *, logprobs: bool, top: bool, pooled: bool) -> "StepOutput":
         """The tokens, and of the rest what was asked for; None in the place of what was not."""
         absent = [] if logprobs else ["logprobs_SR", "processed_logprobs_SR"]
+        absent += [] if pooled else ["pooled_BD"]
         if not top:
             absent += ["top_ids_SRX", "top_logprobs_SRX", "processed_top_ids_SRX", "processed_top_logprobs_SRX"]
         return replace(self, **dict.fromkeys(absent))

@@ -5,9 +5,8 @@ poisoned and moved to and from host memory along each array's page axis, and not
 page carries the ids of its tokens, so that wherever a page goes, what a sequence has seen goes with it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,66 +15,86 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
-from quire.config import ModelConfig
+from quire.config import AttentionConfig
 from quire.device.attention import Backend, LayerKV
-from quire.device.mesh import ArraySpec, sharding
+from quire.device.mesh import ArraySpec
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-    """The pool of pages. (A pytree may hold other things than arrays: hence no narrower types.)"""
+    """One pool of pages. (A pytree may hold other things than arrays: hence no narrower types.)"""
 
     layers: Any
-    """A `LayerKV` for each layer."""
+    """A `LayerKV` for each layer of the pool."""
     tokens_MZ: Any
-    """The token id at each place; only valid where KV is."""
+    """The token id at each place; only valid where KV is. None in a pool of layers that see only a window."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool."""
+        if self.tokens_MZ is not None:
+            return self.tokens_MZ.shape[0]
+        layer = self.layers[0]
+        return layer.arrays[0].shape[layer.axes[0].index("pages")]
 
 
-def create(
-    backend: Backend, model: ModelConfig, *, num_pages: int, page_size: int, dtype: jnp.dtype, mesh: Mesh
+Caches = tuple[KVCache, ...]
+"""Every pool of a model: first that of the layers which see every position, then one for each window."""
+
+
+def abstract(
+    backend: Backend,
+    layers: Sequence[AttentionConfig],
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    has_tokens: bool = True,
 ) -> KVCache:
-    """Allocate the pool. The only time its bytes are written without a token."""
-    layers = []
-    make: dict[Any, Callable[[], LayerKV]] = {}
-    for attention in model.attention:
-        if attention not in make:
-            specs = backend.arrays(attention, num_pages, page_size, dtype)
-            make[attention] = jax.jit(partial(_zeros, specs), out_shardings=_placement(specs, mesh))
-        layers.append(make[attention]())
-    tokens_MZ = jax.device_put(np.zeros((num_pages, page_size), np.int32), sharding(mesh))
-    return KVCache(layers, tokens_MZ)
+    """The shape, type and placement of every array of a pool with these layers, in the place of the array."""
+
+    def layer(attention: AttentionConfig) -> LayerKV:
+        specs = backend.arrays(attention, num_pages, page_size, dtype)
+        return LayerKV(tuple(spec.on(mesh) for spec in specs), tuple(spec.axes for spec in specs))
+
+    tokens_MZ = ArraySpec((num_pages, page_size), np.dtype(np.int32), (None, None)).on(mesh) if has_tokens else None
+    return KVCache([layer(attention) for attention in layers], tokens_MZ)
 
 
-def _zeros(specs: tuple[ArraySpec, ...]) -> LayerKV:
-    return LayerKV(tuple(jnp.zeros(spec.shape, spec.dtype) for spec in specs), tuple(spec.axes for spec in specs))
+def create(schema: KVCache) -> KVCache:
+    """Allocate a pool as `abstract` describes it. The only time its bytes are written without a token."""
+    return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), schema)
 
 
-def _placement(specs: tuple[ArraySpec, ...], mesh: Mesh) -> LayerKV:
-    axes = tuple(spec.axes for spec in specs)
-    return LayerKV(tuple(sharding(mesh, *names) for names in axes), axes)
-
-
-def placement(cache: KVCache) -> KVCache:
-    """Where the arrays live, in the place of the arrays."""
+def placement[T: (KVCache, Caches)](cache: T) -> T:
+    """Where the arrays of pools, or of what `abstract` made, live: in the place of the arrays."""
     return jax.tree.map(lambda array: array.sharding, cache)
 
 
-def page_bytes(backend: Backend, model: ModelConfig, *, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one page: its KV in every layer, over all devices, and the ids of its tokens."""
-    specs = [spec for attention in model.attention for spec in backend.arrays(attention, 1, page_size, dtype)]
-    return sum(spec.nbytes for spec in specs) + page_size * np.dtype(np.int32).itemsize
+def page_bytes(
+    backend: Backend,
+    layers: Sequence[AttentionConfig],
+    *,
+    page_size: int,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    has_tokens: bool = True,
+) -> int:
+    """Bytes of one page on each device: its share of the KV in these layers, and the ids of its tokens."""
+    specs = [spec for attention in layers for spec in backend.arrays(attention, 1, page_size, dtype)]
+    kv_bytes = sum(spec.bytes_per_device(mesh) for spec in specs)
+    return kv_bytes + has_tokens * page_size * np.dtype(np.int32).itemsize
 
 
-@partial(jax.jit, donate_argnums=0)
 def copy_pages(cache: KVCache, source_C: Int[Array, " C"], target_C: Int[Array, " C"]) -> KVCache:
-    """Copy whole pages in every layer. Donates the cache; a target outside the pool is dropped."""
+    """Copy whole pages in every layer; a target outside the pool is dropped."""
     return _map(lambda array, axis: _put(array, axis, target_C, _take(array, axis, source_C)), cache)
 
 
-@partial(jax.jit, donate_argnums=0)
 def poison_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
-    """Fill pages with NaN, or -1 in arrays of integers. Donates the cache; a page outside the pool is dropped."""
+    """Fill pages with NaN, or -1 in arrays of integers; a page outside the pool is dropped."""
 
     def poison(array: jax.Array, axis: int) -> jax.Array:
         is_float = jnp.issubdtype(array.dtype, jnp.floating)
@@ -84,15 +103,13 @@ def poison_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
     return _map(poison, cache)
 
 
-@jax.jit
 def read_pages(cache: KVCache, pages_C: Int[Array, " C"]) -> KVCache:
     """Whole pages, in every layer, out of the pool. A page outside it reads as some other."""
     return _map(lambda array, axis: _take(array, axis, pages_C), cache)
 
 
-@partial(jax.jit, donate_argnums=0)
 def write_pages(cache: KVCache, pages_C: Int[Array, " C"], content: KVCache) -> KVCache:
-    """Put whole pages back. Donates the cache; a page outside the pool is dropped."""
+    """Put whole pages back; a page outside the pool is dropped."""
     return _map(lambda array, axis, pages: _put(array, axis, pages_C, pages), cache, content)
 
 
@@ -129,7 +146,8 @@ def _map(function: Callable, cache: KVCache, *others: KVCache) -> KVCache:
         return LayerKV(tuple(function(*args) for args in arrays), layer.axes)
 
     layers = [map_layer(*same) for same in zip(cache.layers, *(other.layers for other in others), strict=True)]
-    return KVCache(layers, function(cache.tokens_MZ, 0, *(other.tokens_MZ for other in others)))
+    ids = None if cache.tokens_MZ is None else function(cache.tokens_MZ, 0, *(other.tokens_MZ for other in others))
+    return KVCache(layers, ids)
 
 
 def _take(array: jax.Array, axis: int, pages_C: jax.Array) -> jax.Array:

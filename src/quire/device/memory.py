@@ -1,5 +1,6 @@
 """What memory there is and what one page takes: facts for whoever decides how large the pool is."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -9,12 +10,37 @@ from jax.sharding import Mesh
 from quire.config import ModelConfig
 from quire.device import kv_cache
 from quire.device.attention import choose_backend, get_backend
+from quire.device.models.padding import padded_config
 
 
-def page_bytes(model: ModelConfig, *, mesh: Mesh, dtype: str, page_size: int, attention: str) -> int:
-    """Bytes of one page over all layers and devices, with the attention backend that this knob means on the mesh."""
-    name, _ = choose_backend(attention, model, mesh.devices.flat[0].platform)
-    return kv_cache.page_bytes(get_backend(name), model, page_size=page_size, dtype=jnp.dtype(dtype))
+def page_bytes(
+    model: ModelConfig,
+    *,
+    mesh: Mesh,
+    dtype: str,
+    page_size: int,
+    attention: str,
+    windows: tuple[int, ...] = (),
+    pool: int = 0,
+) -> int:
+    """Bytes of one page of a pool over its layers and all devices.
+
+    With the attention backend that this knob means on the mesh, where layers with these windows have their own pools.
+    """
+    padded = padded_config(model, mesh)
+    device = mesh.devices.flat[0]
+    name, _ = choose_backend(attention, padded, device.platform, device.device_kind)
+    layers = [
+        layer for layer, its_pool in zip(padded.attention, padded.pools(windows), strict=True) if its_pool == pool
+    ]
+    return mesh.size * kv_cache.page_bytes(
+        get_backend(name, device.device_kind),
+        layers,
+        page_size=page_size,
+        dtype=jnp.dtype(dtype),
+        mesh=mesh,
+        has_tokens=pool == 0,
+    )
 
 
 def available_bytes(mesh: Mesh) -> int:
@@ -38,3 +64,11 @@ def available_host_bytes() -> int:
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: half of what is built in
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def return_freed_memory() -> None:
+    """Give the system back what has been freed. glibc keeps it for the next allocation; other libraries do not."""
+    try:
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+    except (AttributeError, OSError, TypeError):  # not glibc
+        return

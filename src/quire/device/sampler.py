@@ -5,26 +5,29 @@ mates, on chunking or on how often the sequence was preempted. It is turned into
 cumulative distribution in vocabulary order, which costs one pass: first the tile of 256 tokens, then the token in it.
 On a CPU `native/draw.cc` does it all while a row is in the cache.
 
-Penalties come first, then the bias, the mask, temperature, top-k, top-p of what is left, min-p. Which tokens a row has
-seen is read from its own pages, which carry token ids beside their KV. What no sample of the step needs is skipped at
-run time (`lax.cond`), so that one program serves every mix of requests.
+Penalties come first, then the bias, the mask, top-n-sigma, temperature, top-k, top-p of what is left, min-p. Which
+tokens a row has seen is read from its own pages, which carry token ids beside their KV. What no sample of the step
+needs is skipped at run time (`lax.cond`), so that one program serves every mix of requests.
 """
 
 import math
-from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput
+from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput, default_samples
 from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
 SMALLEST_TILE = 32
+PAGES_AT_ONCE = 64
+"""Pages of each row that penalties look at in one go."""
 MIN_TEMPERATURE = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
 
@@ -41,6 +44,12 @@ class Drawn(NamedTuple):
     mass_S: jax.Array
 
 
+def rows_at_once(platform: str) -> int | None:
+    """How many rows `sample` should take at once on a platform; None for all, as on a CPU."""
+    # 8 rows are one tile of a TPU's vector memory. On a GPU each piece costs launches, so they are larger.
+    return {"cpu": None, "tpu": 8}.get(platform, 16)
+
+
 def sample(
     logits_SV: Float[Array, "S V"],
     inputs: SampleInputs,
@@ -48,101 +57,213 @@ def sample(
     page_table_BP: Int[Array, "B P"],
     *,
     native: bool = False,
+    rows_at_once: int | None = None,
 ) -> StepOutput:
-    """Draw or score one token for each sample; one round. `native` where the library is there to help."""
-    is_penalised = jnp.any((inputs.repetition_S != 1) | (inputs.presence_S != 0) | (inputs.frequency_S != 0))
+    """Draw or score one token for each sample; one round.
+
+    `native` where the library is there to help. `rows_at_once` makes a loop over so many samples: what is computed on
+    the way takes that much less memory, and on a TPU fits in the vector memory. None is for all of them.
+    """
+    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, native=native)
+    if rows_at_once is None:
+        return draw_rows(logits_SV, inputs, may_copy=not native)
+    num_samples = logits_SV.shape[0]
+    rows = min(rows_at_once, num_samples)
+
+    def advance(piece: jax.Array, output: StepOutput) -> StepOutput:
+        start = jnp.minimum(piece * rows, num_samples - rows)  # the last piece may begin in the one before it
+
+        def cut(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, start, rows) if x.ndim else x
+
+        drawn = draw_rows(cut(logits_SV), jax.tree.map(cut, inputs), may_copy=True)
+        return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, start, 0), output, drawn)
+
+    return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1))
+
+
+def _sample_rows(
+    logits_SV: jax.Array,
+    inputs: SampleInputs,
+    tokens_MZ: jax.Array,
+    page_table_BP: jax.Array,
+    *,
+    native: bool,
+    may_copy: bool,
+) -> StepOutput:
+    """`sample`, all rows at once. With `may_copy` every part is in the program once: several times less to compile."""
+    is_penalised = jnp.any(_has_penalty(inputs))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
-    is_processed = is_penalised | is_biased | inputs.has_mask
-    scored_S = inputs.target_S != INVALID
-    is_random = jnp.any((inputs.temperature_S > 0) & ~scored_S)
+    is_cut = jnp.any(inputs.top_n_sigma_S > 0)
+    is_processed = is_penalised | is_biased | inputs.has_mask | is_cut
 
     def process() -> jax.Array:
         penalise = partial(_penalise, inputs=inputs, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
         processed_SV = lax.cond(is_penalised, penalise, _same, logits_SV)
         processed_SV = lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
-        return lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
+        processed_SV = lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
+        return lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
 
-    def draw(x_SV: jax.Array) -> tuple[Drawn, jax.Array, jax.Array]:
-        """What was drawn from these logits, the tokens that count, and their logits among these."""
-        drawn = lax.cond(is_random, draw_native if native else _draw, _greedy, x_SV, inputs)
-        tokens_S = jnp.where(scored_S, inputs.target_S, drawn.tokens_S)
-        return drawn, tokens_S, at_token(x_SV, tokens_S)
+    draw = partial(_draw_and_score, inputs=inputs, native=native)
+    if may_copy:
+        drawn = draw(lax.cond(is_processed, process, lambda: logits_SV))
+    else:  # A branch that returns all logits as they are copies them; one that returns what was drawn does not.
+        drawn = lax.cond(is_processed, lambda: draw(process()), lambda: draw(logits_SV))
+    model = _score(logits_SV, drawn.tokens_S, inputs, native)
+    output = StepOutput(
+        tokens_SR=drawn.tokens_S,
+        logprobs_SR=model.logprobs_S,
+        top_ids_SRX=model.top_ids_SX,
+        top_logprobs_SRX=model.top_logprobs_SX,
+        processed_logprobs_SR=drawn.logprobs_S,
+        processed_top_ids_SRX=drawn.top_ids_SX,
+        processed_top_logprobs_SRX=drawn.top_logprobs_SX,
+    )
+    return jax.tree.map(lambda x: x[:, None], output)
 
-    def at_token(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
-        return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
 
-    # Not `draw(cond(...))`: a branch that returns all logits as they are copies them.
-    drawn, tokens_S, processed_S = lax.cond(is_processed, lambda: draw(process()), lambda: draw(logits_SV))
+class Scored(NamedTuple):
+    """A token of each row and its log-probability, and the likeliest tokens with theirs: 0 where nobody asked."""
 
-    def logprobs():
-        total_S = jax.nn.logsumexp(logits_SV, axis=-1)
-        logprobs_S = (processed_S - drawn.peak_S) * drawn.inv_temperature_S - jnp.log(drawn.mass_S)
-        return at_token(logits_SV, tokens_S) - total_S, logprobs_S, total_S
+    tokens_S: jax.Array
+    logprobs_S: jax.Array
+    top_ids_SX: jax.Array
+    top_logprobs_SX: jax.Array
 
-    num_samples = logits_SV.shape[0]
-    zeros_S = jnp.zeros(num_samples, jnp.float32)
-    logprobs_S, processed_logprobs_S, total_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
 
-    def top() -> tuple[jax.Array, ...]:
-        return _top_logprobs(logits_SV, total_S, is_processed, process, drawn)
+def _draw_and_score(processed_SV: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
+    """Draw from the processed logits, or take the token that is given; scored under what was drawn from."""
+    is_given_S = inputs.target_S != INVALID
+    if native:
+        drawn = draw_native(processed_SV, inputs)
+    else:
+        is_random = jnp.any((inputs.temperature_S > 0) & ~is_given_S)
+        drawn = lax.cond(is_random, _draw, _greedy, processed_SV, inputs)
+    tokens_S = jnp.where(is_given_S, inputs.target_S, drawn.tokens_S)
 
-    ids_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.int32)
-    zeros_SX = jnp.zeros((num_samples, NUM_TOP_LOGPROBS), jnp.float32)
-    tops = lax.cond(inputs.want_top, top, lambda: (ids_SX, zeros_SX, ids_SX, zeros_SX))
-    top_ids_SX, top_logprobs_SX, processed_top_ids_SX, processed_top_SX = tops
-    return StepOutput(
-        tokens_SR=tokens_S[:, None],
-        logprobs_SR=logprobs_S[:, None],
-        top_ids_SRX=top_ids_SX[:, None],
-        top_logprobs_SRX=top_logprobs_SX[:, None],
-        processed_logprobs_SR=processed_logprobs_S[:, None],
-        processed_top_ids_SRX=processed_top_ids_SX[:, None],
-        processed_top_logprobs_SRX=processed_top_SX[:, None],
+    def logprob(values: jax.Array) -> jax.Array:
+        """Of logits `[S]` or `[S, X]`."""
+        peak, inv_temperature, mass = (
+            x_S if values.ndim == 1 else x_S[:, None] for x_S in (drawn.peak_S, drawn.inv_temperature_S, drawn.mass_S)
+        )
+        return (values - peak) * inv_temperature - jnp.log(mass)
+
+    logprobs_S = lax.cond(
+        inputs.want_logprobs, lambda: logprob(_at(processed_SV, tokens_S)), lambda: jnp.zeros_like(drawn.peak_S)
     )
 
+    def top() -> tuple[jax.Array, jax.Array]:
+        values_SX, ids_SX = _top(processed_SV)
+        rank_SX = lax.broadcasted_iota(jnp.int32, values_SX.shape, 1)
+        return ids_SX, jnp.where(rank_SX < drawn.num_kept_S[:, None], logprob(values_SX), -jnp.inf)
 
-def _top_logprobs(
-    logits_SV: jax.Array, total_S: jax.Array, is_processed: jax.Array, process: Callable[[], jax.Array], drawn: Drawn
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The likeliest tokens and their log-probabilities under the model, then under what was drawn from."""
-    width = min(NUM_TOP_LOGPROBS, logits_SV.shape[1])
-    values_SX, ids_SX = lax.top_k(logits_SV, width)
-    drawn_values_SX, drawn_ids_SX = lax.cond(
-        is_processed, lambda: tuple(lax.top_k(process(), width)), lambda: (values_SX, ids_SX)
-    )
-    drawn_SX = (drawn_values_SX - drawn.peak_S[:, None]) * drawn.inv_temperature_S[:, None]
-    drawn_SX -= jnp.log(drawn.mass_S)[:, None]
-    rank_SX = lax.broadcasted_iota(jnp.int32, drawn_SX.shape, 1)
-    drawn_SX = jnp.where(rank_SX < drawn.num_kept_S[:, None], drawn_SX, -jnp.inf)
+    return Scored(tokens_S, logprobs_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+
+
+def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
+    """The tokens under the model, whatever was done to its logits."""
+    zeros_S = jnp.zeros(len(tokens_S), jnp.float32)
+
+    def logprobs() -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0, native)
+        return peak_S, log_mass_S, _at(logits_SV, tokens_S) - peak_S - log_mass_S
+
+    def top() -> tuple[jax.Array, jax.Array]:
+        values_SX, ids_SX = _top(logits_SV)
+        return ids_SX, values_SX - peak_S[:, None] - log_mass_S[:, None]
+
+    peak_S, log_mass_S, logprobs_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
+    return Scored(tokens_S, logprobs_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+
+
+def token_logprobs(
+    logits_SV: Float[Array, "S V"], tokens_S: Int[Array, " S"], *, temperature: float = 1.0, native: bool = False
+) -> Float[Array, " S"]:
+    """The log-probability of a token of each row; `native`, bit for bit what `sample` says of it."""
+    logits_SV = lax.optimization_barrier(logits_SV)  # as they are: not computed once more, and otherwise, for the token
+    temperature = max(temperature, MIN_TEMPERATURE)
+    inv_temperature = np.float32(1) / np.float32(temperature)
+    peak_S, log_mass_S = _softmax_scale(logits_SV, temperature, native)
+    return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
+
+
+def _softmax_scale(logits_SV: jax.Array, temperature: float, native: bool) -> tuple[jax.Array, jax.Array]:
+    """The peak of each row, and the logarithm of the sum of exp((logit - peak) / temperature).
+
+    With `native`, bit for bit the same for a row in any batch: as XLA does it, the order of the sum depends on S.
+    """
+    if native:
+        num_samples, vocab = logits_SV.shape
+        plain = jax.tree.map(jnp.asarray, default_samples(num_samples, vocab))
+        drawn = draw_native(logits_SV, replace(plain, temperature_S=jnp.full(num_samples, temperature, jnp.float32)))
+        return drawn.peak_S, jnp.log(drawn.mass_S)
+    peak_S = lax.stop_gradient(jnp.max(logits_SV, axis=-1))  # it cancels
+    return peak_S, jnp.log(jnp.sum(jnp.exp((logits_SV - peak_S[:, None]) / temperature), axis=-1))
+
+
+def _at(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
+
+
+def _top(x_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest values of each row and where they are; zeros behind the last of a small vocabulary."""
+    width = min(NUM_TOP_LOGPROBS, x_SV.shape[1])
+    values_SX, ids_SX = lax.top_k(x_SV, width)
     missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
-    ids_SX, values_SX, drawn_ids_SX, drawn_SX = (
-        jnp.pad(x_SX, missing) for x_SX in (ids_SX, values_SX - total_S[:, None], drawn_ids_SX, drawn_SX)
-    )
-    return ids_SX, values_SX, drawn_ids_SX, drawn_SX
+    return jnp.pad(values_SX, missing), jnp.pad(ids_SX, missing)
+
+
+def _no_top(num_samples: int) -> tuple[jax.Array, jax.Array]:
+    shape = (num_samples, NUM_TOP_LOGPROBS)
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def _same(logits_SV: jax.Array) -> jax.Array:
     return logits_SV
 
 
+def _has_penalty(inputs: SampleInputs) -> jax.Array:
+    is_plain_S = (inputs.presence_penalty_S == 0) & (inputs.frequency_penalty_S == 0)
+    return (inputs.repetition_penalty_S != 1) | ~is_plain_S
+
+
 def _penalise(logits_SV: jax.Array, inputs: SampleInputs, tokens_MZ: jax.Array, page_table_BP: jax.Array) -> jax.Array:
     """Make tokens that a row has seen less likely: by its pages up to the position drawn."""
-    num_samples, vocab = logits_SV.shape
-    seen_SC = tokens_MZ[page_table_BP[inputs.row_S]].reshape(num_samples, -1)
-    column_SC = lax.broadcasted_iota(jnp.int32, seen_SC.shape, 1)
-    row_SC = lax.broadcasted_iota(jnp.int32, seen_SC.shape, 0)
-    exists_SC = column_SC < inputs.position_S[:, None]
-    is_output_SC = exists_SC & (column_SC >= inputs.prompt_len_S[:, None])
-    nowhere = jnp.int32(vocab)
-    seen_SV = jnp.zeros((num_samples, vocab), bool)
-    seen_SV = seen_SV.at[row_SC, jnp.where(exists_SC, seen_SC, nowhere)].set(True, mode="drop")
-    counts_SV = jnp.zeros((num_samples, vocab), jnp.float32)
-    counts_SV = counts_SV.at[row_SC, jnp.where(is_output_SC, seen_SC, nowhere)].add(1.0, mode="drop")
-    repetition_S1 = inputs.repetition_S[:, None]
+    seen_SV, counts_SV = _count_seen(logits_SV.shape[1], inputs, tokens_MZ, page_table_BP)
+    repetition_S1 = inputs.repetition_penalty_S[:, None]
     repeated_SV = jnp.where(logits_SV > 0, logits_SV / repetition_S1, logits_SV * repetition_S1)
     penalised_SV = jnp.where(seen_SV, repeated_SV, logits_SV)
-    penalised_SV -= inputs.frequency_S[:, None] * counts_SV
-    return penalised_SV - inputs.presence_S[:, None] * (counts_SV > 0).astype(jnp.float32)
+    penalised_SV -= inputs.frequency_penalty_S[:, None] * counts_SV
+    return penalised_SV - inputs.presence_penalty_S[:, None] * (counts_SV > 0).astype(jnp.float32)
+
+
+def _count_seen(
+    vocab: int, inputs: SampleInputs, tokens_MZ: jax.Array, page_table_BP: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Which tokens each row with a penalty has seen, and how often each is in its output, as float32.
+
+    A few pages of each row at a time, as many times as the longest needs: a page table has room for more.
+    """
+    pages_SP = page_table_BP[inputs.row_S]
+    num_samples, num_pages = pages_SP.shape
+    page_size = tokens_MZ.shape[1]
+    width = min(PAGES_AT_ONCE, num_pages)
+    length_S = jnp.where(_has_penalty(inputs), inputs.position_S, 0)
+
+    def count(piece: jax.Array, found: jax.Array) -> jax.Array:
+        first = jnp.minimum(piece * width, num_pages - width)
+        tokens_SC = tokens_MZ[lax.dynamic_slice_in_dim(pages_SP, first, width, axis=1)].reshape(num_samples, -1)
+        column_SC = first * page_size + lax.broadcasted_iota(jnp.int32, tokens_SC.shape, 1)
+        # The last piece may begin in the one before it.
+        exists_SC = (column_SC >= piece * width * page_size) & (column_SC < length_S[:, None])
+        is_output_SC = exists_SC & (column_SC >= inputs.prompt_len_S[:, None])
+        both = jnp.concatenate([jnp.where(is_in_SC, tokens_SC, vocab) for is_in_SC in (exists_SC, is_output_SC)])
+        return found.at[lax.broadcasted_iota(jnp.int32, both.shape, 0), both].add(1.0, mode="drop")
+
+    # The counts of all tokens lie above those of the output: one scatter to compile, not two.
+    nothing = jnp.zeros((2 * num_samples, vocab), jnp.float32)
+    found = lax.fori_loop(0, -(-jnp.max(length_S) // (width * page_size)), count, nothing)
+    return found[:num_samples] > 0, found[num_samples:]
 
 
 def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
@@ -156,7 +277,50 @@ def _apply_mask(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
     num_samples, vocab = logits_SV.shape
     shift_11I = lax.broadcasted_iota(jnp.uint32, (1, 1, 32), 2)
     bits_SWI = (inputs.mask_SW[:, :, None] >> shift_11I) & jnp.uint32(1)
-    return jnp.where(bits_SWI.reshape(num_samples, -1)[:, :vocab] != 0, logits_SV, -jnp.inf)
+    bits_SV = bits_SWI.reshape(num_samples, -1)[:, :vocab]
+    bits_SV = jnp.pad(bits_SV, ((0, 0), (0, vocab - bits_SV.shape[1])))  # logits may be padded over devices
+    return jnp.where(bits_SV != 0, logits_SV, -jnp.inf)
+
+
+def _cut_sigma(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
+    """Leave the tokens within `top_n_sigma` standard deviations of the highest logit."""
+    n_S1 = inputs.top_n_sigma_S[:, None]
+    lowest_S1 = jnp.max(logits_SV, axis=-1, keepdims=True) - n_S1 * _deviation(logits_SV)[:, None]
+    # Not `>= lowest`: a row that is not a number stays as it is.
+    return jnp.where((n_S1 > 0) & (logits_SV < lowest_S1), -jnp.inf, logits_SV)
+
+
+def _deviation(logits_SV: jax.Array) -> jax.Array:
+    """The standard deviation of the finite logits of each row, divided by their number: -inf cannot be drawn."""
+    is_finite_SV = jnp.isfinite(logits_SV)
+    count_S = jnp.sum(is_finite_SV, axis=-1, dtype=jnp.int32).astype(jnp.float32)
+    mean_S = _sum_in_order(jnp.where(is_finite_SV, logits_SV, 0.0)) / count_S
+    distance_SV = jnp.where(is_finite_SV, logits_SV - mean_S[:, None], 0.0)
+    return jnp.sqrt(_sum_in_order(distance_SV * distance_SV) / count_S)
+
+
+def _sum_in_order(x_SV: jax.Array) -> jax.Array:
+    """The sum of each row, to the last bit the same in every batch: XLA's own adds in an order that depends on S.
+
+    First of each tile, which is whole on one device, then of the tiles.
+    """
+    return _halve(_halve(_tiles(x_SV)))
+
+
+def _halve(x: jax.Array) -> jax.Array:
+    """The sum of the last axis, by adding its halves until there is one number."""
+    while (width := x.shape[-1]) > 1:
+        if width % 2:
+            x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def _tiles(x_SV: jax.Array) -> jax.Array:
+    """`[S, N, 256]`, padded with zeros."""
+    num_samples, vocab = x_SV.shape
+    return jnp.pad(x_SV, ((0, 0), (0, -vocab % TILE))).reshape(num_samples, -1, TILE)
 
 
 def take_likeliest(logits_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -195,25 +359,27 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
 
 def draw_native(logits_SV: jax.Array, inputs: SampleInputs, *, instruction_set: str = "") -> Drawn:
     """A token for each row by `native/draw.cc`, which does what `_draw` does while a row is in the cache."""
-    is_random_S, inv_temperature_S, uniform_S = _counter(inputs)
+    is_random_S, inv_temperature_S = _temperature(inputs)
     ints_S, floats_S = (jax.ShapeDtypeStruct(is_random_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
     call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))
-    how = (jnp.where(is_random_S, inv_temperature_S, 0.0), inputs.top_k_S, inputs.top_p_S, inputs.min_p_S, uniform_S)
-    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, *how, isa=instruction_set)
+    cuts = (inputs.top_k_S, inputs.top_p_S, inputs.min_p_S)
+    counter = (inputs.seed_S2, inputs.index_S, inputs.position_S)
+    inv_or_0_S = jnp.where(is_random_S, inv_temperature_S, 0.0)
+    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, inv_or_0_S, *cuts, *counter, isa=instruction_set)
     return Drawn(tokens_S, peak_S, inv_temperature_S, num_kept_S, mass_S)
 
 
-def _counter(inputs: SampleInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Which rows draw at all, one over their temperature, and the number in [0, 1) that chooses."""
+def _temperature(inputs: SampleInputs) -> tuple[jax.Array, jax.Array]:
+    """Which rows draw at all, and one over their temperature."""
     is_random_S = inputs.temperature_S > 0
-    inv_temperature_S = 1.0 / jnp.where(is_random_S, jnp.maximum(inputs.temperature_S, MIN_TEMPERATURE), 1.0)
-    return is_random_S, inv_temperature_S, jax.vmap(_uniform)(inputs.seed_S2, inputs.index_S, inputs.position_S)
+    return is_random_S, 1.0 / jnp.where(is_random_S, jnp.maximum(inputs.temperature_S, MIN_TEMPERATURE), 1.0)
 
 
 def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     """A token for each row: the most likely where temperature is 0, else by its counter."""
     greedy = _greedy(logits_SV, inputs)
-    is_random_S, inv_temperature_S, uniform_S = _counter(inputs)
+    is_random_S, inv_temperature_S = _temperature(inputs)
+    uniform_S = uniform(inputs)
     # The peak is taken off first: logits over a tiny temperature overflow, distances to the peak only vanish.
     weights_SV = jnp.exp((logits_SV - greedy.peak_S[:, None]) * inv_temperature_S[:, None])
     # A token's weight is its probability over that of the likeliest: just what min-p compares.
@@ -231,16 +397,20 @@ def _draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     )
 
 
-def _uniform(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
-    """The number in [0, 1) that belongs to (seed, sequence index, position)."""
-    key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
-    return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position))
+def uniform(inputs: SampleInputs) -> jax.Array:
+    """The number in [0, 1) that chooses for each row: it belongs to (seed, sequence index, position)."""
+
+    def draw(seed_2: jax.Array, index: jax.Array, position: jax.Array) -> jax.Array:
+        key = jax.random.wrap_key_data(seed_2, impl="threefry2x32")
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, index), position))
+
+    with jax.threefry_partitionable(True):  # a program may have chosen otherwise, and a seed means the same everywhere
+        return jax.vmap(draw)(inputs.seed_S2, inputs.index_S, inputs.position_S)
 
 
 def _draw_tiled(weights_SV: jax.Array, uniform_S: jax.Array) -> jax.Array:
     """Inverse of the cumulative weights in vocabulary order, in two levels."""
-    num_samples, vocab = weights_SV.shape
-    weights_SNT = jnp.pad(weights_SV, ((0, 0), (0, -vocab % TILE))).reshape(num_samples, -1, TILE)
+    weights_SNT = _tiles(weights_SV)
     tile_S, rest_S = _invert(jnp.sum(weights_SNT, axis=-1), uniform_S)
     inside_ST = jnp.take_along_axis(weights_SNT, tile_S[:, None, None], axis=1)[:, 0]
     offset_S, _ = _invert_at(inside_ST, rest_S)

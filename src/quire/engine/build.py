@@ -1,30 +1,72 @@
 """Makes the parts of an engine from its config: the pool, the scheduler, the packer, the runner, detokenizers."""
 
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig
+from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig, WindowPoolSize
+from quire.core.page_pool import PagePool, WindowPool
 from quire.core.page_tables import PageTables
-from quire.core.pages import PageAllocator
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
 from quire.device import memory
 from quire.device.runner import ModelRunner
 from quire.engine.packer import Packer
-from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
+from quire.engine.pool_size import (
+    check_memory,
+    default_pool_bytes,
+    host_pages,
+    own_windows,
+    pages_beside,
+    pages_of_row,
+    pool_pages,
+    sequences_that_fit,
+)
 from quire.engine.step_shapes import step_shapes
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
 
-class Pool(NamedTuple):
-    """How many pages an engine has, on the device and in host memory, and how large one is."""
+class PoolSizes(NamedTuple):
+    """How many pages an engine has, on the device and in host memory, and how large they are."""
 
     num_pages: int
-    num_host_pages: int
+    """Of the layers that see every position."""
     page_bytes: int
+    windows: tuple[WindowPoolSize, ...] = ()
+    """The pools of layers that see a window."""
+    window_page_bytes: tuple[int, ...] = ()
+    num_host_pages: int = 0
+    """For the first pool; the others have theirs in the same proportion."""
+
+    @property
+    def all_pages(self) -> tuple[int, ...]:
+        """Pages on the device of every pool."""
+        return (self.num_pages, *(size.num_pages for size in self.windows))
+
+    @property
+    def all_host_pages(self) -> tuple[int, ...]:
+        """Pages in host memory of every pool; () for none."""
+        if not self.num_host_pages:
+            return ()
+        share = self.num_host_pages / self.num_pages
+        return (self.num_host_pages, *(math.ceil(size.num_pages * share) for size in self.windows))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages on the device."""
+        return self._bytes_of(self.all_pages)
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Bytes of all pages in host memory."""
+        return self._bytes_of(self.all_host_pages)
+
+    def _bytes_of(self, pages: tuple[int, ...]) -> int:
+        sizes = (self.page_bytes, *self.window_page_bytes)
+        return sum(count * size for count, size in zip(pages, sizes, strict=False))
 
 
 def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -35,39 +77,79 @@ def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int
     return eos_ids
 
 
-def choose_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> Pool:
-    """The pool that the config asks for, or that fits into the memory there is."""
-    page_bytes = memory.page_bytes(
-        model, mesh=mesh, dtype=config.dtype, page_size=config.page_size, attention=config.attention
+def size_pool(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh, default_budget: int
+) -> PoolSizes:
+    """The pages on the device: as many as the config asks for, or as its budget holds; none yet in host memory."""
+    windows = own_windows(config, model, max_model_len)
+    bytes_of = [
+        memory.page_bytes(
+            model,
+            mesh=mesh,
+            dtype=config.dtype,
+            page_size=config.page_size,
+            attention=config.attention,
+            windows=windows,
+            pool=pool,
+        )
+        for pool in range(len(windows) + 1)
+    ]
+    if config.num_pages:
+        pages = pages_beside(config, config.num_pages, windows)
+    else:
+        budget = config.memory_budget or default_budget
+        pages = pool_pages(config, max_model_len, budget=budget, page_bytes=bytes_of, windows=windows)
+    sizes = tuple(
+        WindowPoolSize(window, count, min(pages_of_row(config, window), pages[0]))
+        for window, count in zip(windows, pages[1:], strict=True)
     )
-    budget = default_pool_bytes(memory.available_bytes(mesh), is_host_memory=memory.is_host_memory(mesh))
-    num_pages = config.num_pages or pool_pages(config, max_model_len, page_bytes=page_bytes, default_budget=budget)
-    available = memory.available_host_bytes()
-    num_host_pages = host_pages(config, num_pages, page_bytes=page_bytes, available_bytes=available)
-    return Pool(num_pages, num_host_pages, page_bytes)
+    return PoolSizes(pages[0], bytes_of[0], sizes, tuple(bytes_of[1:]))
 
 
-def describe_capacity(config: EngineConfig, pool: Pool, max_model_len: int) -> str:
+def choose_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> PoolSizes:
+    """The pool that the config asks for, or that fits into the memory there is."""
+    free, available = memory.available_bytes(mesh), memory.available_host_bytes()
+    budget = default_pool_bytes(free, is_host_memory=memory.is_host_memory(mesh))
+    pool = size_pool(config, model, max_model_len, mesh, budget)
+    knob = "num_pages" if config.num_pages else "memory_budget"
+    check_memory(knob, pool.num_pages, num_bytes=pool.num_bytes, available_bytes=free)
+    with_windows = -(-pool.num_bytes // pool.num_pages)
+    pool = pool._replace(
+        num_host_pages=host_pages(config, pool.num_pages, page_bytes=with_windows, available_bytes=available)
+    )
+    check_memory("num_host_pages", pool.num_host_pages, num_bytes=pool.num_host_bytes, available_bytes=available)
+    return pool
+
+
+def describe_capacity(config: EngineConfig, pool: PoolSizes, max_model_len: int) -> str:
     """What fits in a pool, in words."""
     num_tokens = pool.num_pages * config.page_size
     longest = min(max_model_len, num_tokens)
-    at_once = min(num_tokens // longest, config.max_num_seqs)
-    size = pool.num_pages * pool.page_bytes / 2**30
+    held = sequences_that_fit(longest, page_size=config.page_size, num_pages=pool.num_pages, windows=pool.windows)
+    at_once = min(held, config.max_num_seqs)
+    windows = "".join(f" + {size.num_pages:,} for windows of {size.window:,}" for size in pool.windows)
     return (
-        f"pool {pool.num_pages:,} pages x {config.page_size} tokens = {num_tokens:,} tokens ({size:.2f} GiB); "
-        f"{at_once} request{'s' * (at_once != 1)} of {longest:,} at once"
+        f"pool {pool.num_pages:,} pages{windows} x {config.page_size} tokens = {num_tokens:,} tokens "
+        f"({pool.num_bytes / 2**30:.2f} GiB); {at_once} request{'s' * (at_once != 1)} of {longest:,} at once"
     )
 
 
-def build_scheduler(config: EngineConfig, pool: Pool) -> Scheduler:
-    """A scheduler over an empty pool."""
-    tables = PageTables(
-        PageAllocator(pool.num_pages),
-        page_size=config.page_size,
-        host=PageAllocator(pool.num_host_pages) if pool.num_host_pages else None,
-        prefix_cache=config.prefix_cache,
-        poison_freed=config.debug,
-    )
+def build_scheduler(config: EngineConfig, pool: PoolSizes) -> Scheduler:
+    """A scheduler over empty pools."""
+    on_host = pool.all_host_pages or (0,) * (len(pool.windows) + 1)
+    knobs = {"prefix_cache": config.prefix_cache, "poison_freed": config.debug}
+    windows = [
+        WindowPool(
+            size.window,
+            size.num_pages,
+            config.page_size,
+            pages_per_row=size.pages_per_row,
+            num_host_pages=num_host_pages,
+            **knobs,
+        )
+        for size, num_host_pages in zip(pool.windows, on_host[1:], strict=True)
+    ]
+    tables = PageTables(PagePool(pool.num_pages, config.page_size, num_host_pages=on_host[0], **knobs), windows)
     return Scheduler(
         tables,
         max_num_seqs=config.max_num_seqs,
@@ -78,14 +160,14 @@ def build_scheduler(config: EngineConfig, pool: Pool) -> Scheduler:
     )
 
 
-def build_packer(config: EngineConfig, pool: Pool, eos_ids: Collection[int]) -> Packer:
+def build_packer(config: EngineConfig, pool: PoolSizes, eos_ids: Collection[int]) -> Packer:
     """The packer that knows the shapes for which programs are compiled."""
-    sizes = {"page_size": config.page_size, "num_pages": pool.num_pages}
+    sizes = {"page_size": config.page_size, "num_pages": pool.all_pages}
     return Packer(step_shapes(config), **sizes, eos_ids=eos_ids, debug=config.debug)
 
 
 def build_runner(
-    config: EngineConfig, pool: Pool, model: ModelConfig, params: Any, max_model_len: int, mesh: Mesh
+    config: EngineConfig, pool: PoolSizes, model: ModelConfig, params: Any, max_model_len: int, mesh: Mesh
 ) -> ModelRunner:
     """A runner with weights and an empty KV cache, nothing compiled yet. Takes the arrays out of `params`."""
     return ModelRunner(
@@ -98,7 +180,8 @@ def build_runner(
         pages_per_row=min(-(-max_model_len // config.page_size), pool.num_pages),
         shapes=step_shapes(config),
         max_rounds=config.max_rounds,
-        num_host_pages=pool.num_host_pages,
+        windows=pool.windows,
+        num_host_pages=pool.all_host_pages,
         attention=config.attention,
         matmul=config.matmul,
         quantize=config.quantize,

@@ -8,8 +8,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from jax.sharding import Mesh
@@ -21,10 +22,12 @@ from quire.core.errors import RequestError
 from quire.core.page_map import PageMap, page_map
 from quire.core.plan import StepPlan, StepResult
 from quire.core.request import Request
+from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence, TokenEvent, Version
 from quire.core.stopping import Grammar
-from quire.device.mesh import make_mesh
+from quire.device.mesh import mesh_of
 from quire.engine.build import (
+    PoolSizes,
     build_detokenizer,
     build_packer,
     build_runner,
@@ -55,17 +58,24 @@ class Engine:
         mesh: Mesh | None = None,
         progress: Callable[[int, int, str], None] | None = None,
         runner: Runner | None = None,
+        pool: PoolSizes | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Compile every program and be ready. `runner` replaces the device, for tests; `clock` the time."""
+        """Compile every program and be ready.
+
+        For tests, `runner` replaces the device, `pool` the sizes that are chosen for it, and `clock` the time.
+        """
         self.config = config = config or EngineConfig()
         self.model = model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len(config.max_model_len, model)
         self.eos_ids = end_tokens(model, tokenizer)
         self._owner = threading.get_ident()
-        mesh = mesh or make_mesh()
-        self._pool = choose_pool(config, model, self.max_model_len, mesh)
+        self.is_busy = False
+        """Whether a call is under way: whoever gets in between, such as a destructor, must not change anything."""
+        self.is_closed = False
+        mesh = mesh or mesh_of(config.mesh)
+        self._pool = pool or choose_pool(config, model, self.max_model_len, mesh)
         self.scheduler = build_scheduler(config, self._pool)
         self._packer = build_packer(config, self._pool, self.eos_ids)
         if runner is None:
@@ -86,10 +96,20 @@ class Engine:
         self._num_arrived = self._prompt_tokens = 0
         self._timer, self._counters, self._timing_log = StepTimer(clock), StepCounters(), TimingLog()
 
+    def __repr__(self) -> str:
+        model, scheduler = self.model, self.scheduler
+        kind = f"{model.architecture}, {model.num_layers} layers, {self.config.quantize or self.config.dtype}"
+        return f"<Engine {kind}: {len(scheduler.running)} running, {scheduler.num_waiting} waiting; {self.capacity}>"
+
     @property
     def is_owned_here(self) -> bool:
         """Whether this is the thread that may call."""
         return threading.get_ident() == self._owner
+
+    @property
+    def max_request_len(self) -> int:
+        """Tokens of one sequence at most: `max_model_len`, or what the pool holds."""
+        return min(self.max_model_len, self._pool.num_pages * self.config.page_size)
 
     @property
     def capacity(self) -> str:
@@ -135,9 +155,12 @@ class Engine:
         return events
 
     def _schedule(self) -> StepPlan:
+        self._abort_those_asked_for()
+        return self.scheduler.schedule()
+
+    def _abort_those_asked_for(self) -> None:
         while self._to_abort:
             self.abort(self._to_abort.popleft())
-        return self.scheduler.schedule()
 
     @contextmanager
     def _surviving(self, plan: StepPlan) -> Iterator[None]:
@@ -171,17 +194,14 @@ class Engine:
         `grammar` is what `compile_grammar` made of `params.structured`; without it this thread does so, and trusts it.
         """
         max_tokens = self._max_tokens(request)
+        self._abort_those_asked_for()  # who asked meant what had the id until now
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is in use; give each request its own", field="request_id")
         params, grammar = request.params, grammar or self._grammar(request)
         self._num_arrived += 1
-        first = Sequence(
-            request,
-            index=0,
-            arrival=self._num_arrived,
-            seed=secrets.randbits(64) if params.seed is None else params.seed,
-            max_tokens=max_tokens,
-            eos_ids=self.eos_ids,
-            detokenizer=self.tokenizer and build_detokenizer(self.tokenizer, params, keeps_space=grammar is not None),
-            grammar=grammar,
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        first = self._build_sequence(
+            request, grammar, index=0, arrival=self._num_arrived, seed=seed, max_tokens=max_tokens
         )
         if grammar is not None:
             first.mask = allowed_tokens(first, grammar, grammar.mask())
@@ -199,32 +219,66 @@ class Engine:
         self._prompt_tokens += len(request.prompt_token_ids)
         return list(first.family)
 
+    def _build_sequence(self, request: Request, grammar: Grammar | None, **place: int) -> Sequence:
+        detokenizer = self.tokenizer and build_detokenizer(
+            self.tokenizer, request.params, keeps_space=grammar is not None
+        )
+        return Sequence(request, eos_ids=self.eos_ids, detokenizer=detokenizer, grammar=grammar, **place)
+
     @owner_only
-    def fork(self, sequence: Sequence) -> Sequence:
+    def fork(
+        self, sequence: Sequence, params: SamplingParams | None = None, token_ids: SequenceOf[int] = ()
+    ) -> Sequence:
         """Another sequence of the same request that goes on from the last committed token of this one.
 
         It draws with an index of its own, shares every full page while this one runs, and ends or is aborted alone.
+
+        With `params` it is a sequence that has had these from the beginning: the parent's tokens count in `max_tokens`,
+        and are of the form that `structured` asks for. A seed of None is the parent's. `token_ids` are forced: they
+        stand behind the parent's tokens in its output, and are scored when `logprobs` is asked for. RequestError if any
+        of these tokens would end it, or may not be there.
         """
         if not isinstance(sequence, Sequence):
             raise RequestError(f"{sequence!r} must be a Sequence, as add() returns them")
         if sequence not in self._requests.get(sequence.request.id, ()):
             raise RequestError(f"sequence {sequence.name} is not alive in this engine")
-        return self.scheduler.fork(sequence)
+        token_ids = self._validator.forced_tokens(token_ids, sequence.request.id)
+        changed = None if params is None else self._with_params(sequence, params)
+        return self.scheduler.fork(sequence, changed, token_ids)
 
-    def check(self, request: Request) -> int:
+    def _with_params(self, sequence: Sequence, params: SamplingParams) -> Sequence:
+        """A sequence without tokens in the next place of a family, with other parameters."""
+        if not isinstance(params, SamplingParams) or params.n != 1:
+            message = f"params={params!r} must be SamplingParams(...) with n=1: a fork is one sequence"
+            raise RequestError(message, field="params", request_id=sequence.request.id)
+        request = replace(sequence.request, params=params)
+        return self._build_sequence(
+            request,
+            self._grammar(request),
+            index=sequence.family[0].next_index,
+            arrival=sequence.arrival,
+            seed=sequence.seed if params.seed is None else params.seed,
+            max_tokens=self._validator.max_tokens(request),
+        )
+
+    def check(self, request: Request, grammar: Grammar | None = None) -> int:
         """Raise RequestError if a request can never run; returns how many tokens each sequence may generate.
 
-        It only reads: any thread may call it.
+        It only reads: any thread may call it. `grammar` is what `compile_grammar` made of `params.structured`; without
+        it, it is compiled here, which may take seconds.
         """
         max_tokens = self._max_tokens(request)
-        self._grammar(request)
+        if grammar is None:
+            self._grammar(request)
         return max_tokens
 
     def _max_tokens(self, request: Request) -> int:
-        max_tokens = self._validator.max_tokens(request)
-        if request.id in self._requests:
-            raise RequestError(f"request id {request.id!r} is in use; give each request its own", field="request_id")
-        return max_tokens
+        self._check_open()
+        return self._validator.max_tokens(request)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("the engine is closed")
 
     def compile_grammar(self, structured: Structured, salt: str = "", *, trusted: bool = False) -> Grammar:
         """What constrains a sequence to a form, for `add`. Any thread may call this, and it may take seconds.
@@ -267,6 +321,16 @@ class Engine:
         """Abort a request before the next step is planned; any thread may call this."""
         self._to_abort.append(request_id)
 
+    def abort_now_or_soon(self, request_id: str) -> None:
+        """Abort a request now if this is the engine's thread and no call is under way, else before the next step.
+
+        For what may happen anywhere at any moment: a destructor runs in whichever thread collects garbage.
+        """
+        if self.is_owned_here and not self.is_busy:
+            self.abort(request_id)
+        else:
+            self.abort_soon(request_id)
+
     @between_steps
     def reset(self) -> int:
         """Abort everything, logically: no page is touched, whatever the pool's size. Returns how many ended."""
@@ -276,24 +340,57 @@ class Engine:
             self._forget(request_id)
         return ended
 
+    @between_steps
+    def close(self) -> None:
+        """Abort everything and give back weights, pages and programs; no request is taken afterwards.
+
+        What is closed already stays so.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self.reset()
+        self.runner.close()
+
     # -- weights and pages ---------------------------------------------------------------------------------------
+
+    @property
+    @owner_only
+    def params(self) -> Any:
+        """The weights in the layout of docs/weights.md. Copies, made each time: keep them, change them, donate them.
+
+        ValueError with quantize, which does not keep what it was made from.
+        """
+        self._check_open()
+        return self.runner.get_weights()
 
     @between_steps
     def set_weights(
-        self, params: Any, version: Version, running: Literal["keep", "recompute", "abort"] = "keep"
+        self,
+        params: Any,
+        version: Version | None = None,
+        running: Literal["keep", "recompute", "abort"] = "keep",
+        *,
+        copy: bool = True,
     ) -> list[Sequence]:
-        """Compute with other weights of the same shape from the next step on; nothing is compiled or rebuilt.
+        """Compute with other weights of the same shape from the next step on; no step is compiled again.
 
-        A version is what you call these weights: it is on every token. Pages of other weights are never found again,
-        whatever they were called. Requests that have begun keep the KV they have, have all of it computed again, or
-        are aborted (their sequences are returned). The arrays are copied: a training step may go on and donate its own.
+        `params` is a tree as in docs/weights.md, in the engine's type, or maps Hugging Face names to arrays of any.
+        A version is what you call these weights, by default the number of this change: it is on every token. Pages of
+        other weights are never found again, whatever they were called. Requests that have begun keep the KV they have,
+        have all of it computed again, or are aborted (their sequences are returned). The arrays are copied: a training
+        step may go on and donate its own. With `copy=False` those that the engine can compute with as they are stay
+        where they are, and must not be donated before the next change.
         """
+        self._check_open()
         if running not in ("keep", "recompute", "abort"):
             raise ValueError(f"running={running!r} must be keep, recompute or abort")
+        if version is None:
+            version = self.scheduler.tables.weights.change + 1
         version = version.item() if hasattr(version, "item") else version  # pyright: ignore
         if isinstance(version, bool) or not isinstance(version, int | str):
             raise ValueError(f"version={version!r} must be a whole number or a string")
-        self.runner.set_weights(params)
+        self.runner.set_weights(params, copy=copy)
         aborted = self.scheduler.set_version(version, running)
         self._forget_finished(sequence.request.id for sequence in aborted)
         return aborted
@@ -301,11 +398,12 @@ class Engine:
     @owner_only
     def clear_prefix_cache(self) -> int:
         """Forget every cached page that no sequence holds; returns how many."""
-        return self.scheduler.tables.evict(self.scheduler.tables.num_cached)
+        return self.scheduler.tables.clear_prefix_cache()
 
     @between_steps
     def zero_cache(self) -> None:
         """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
+        self._check_open()
         if self.scheduler.running:
             raise RuntimeError(f"{len(self.scheduler.running)} sequences hold pages; abort them, or reset() first")
         self.scheduler.lose_pending_swaps()
@@ -318,12 +416,13 @@ class Engine:
     def stats(self) -> EngineStats:
         """A reading of pages, sequences and programs."""
         scheduler, tables, counters = self.scheduler, self.scheduler.tables, self._counters
+        hosts = [pool.host for pool in tables.pools if pool.host]
         swapped = sum(bool(sequence.host_pages) for sequence in scheduler.waiting)
         return EngineStats(
             **asdict(pool_stats(scheduler)),
-            num_pages=tables.allocator.num_pages,
-            num_host_pages=tables.host.num_pages if tables.host else 0,
-            free_host_pages=tables.host.num_free if tables.host else 0,
+            num_pages=sum(pool.allocator.num_pages for pool in tables.pools),
+            num_host_pages=sum(host.num_pages for host in hosts),
+            free_host_pages=sum(host.num_free for host in hosts),
             running=len(scheduler.running),
             waiting=scheduler.num_waiting - swapped,
             swapped=swapped,
@@ -332,7 +431,7 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             recomputes=scheduler.num_recomputes,
             swaps=scheduler.num_swaps,
-            evictions=tables.prefix_cache.num_evictions if tables.prefix_cache else 0,
+            evictions=sum(pool.prefix_cache.num_evictions for pool in tables.pools if pool.prefix_cache),
             prompt_tokens=self._prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
             computed_tokens=counters.computed_tokens,

@@ -16,7 +16,12 @@ def owner_only(method: Callable) -> Callable:
                 f"the engine was called from thread {threading.current_thread().name!r} (Engine.{method.__name__}) and "
                 "belongs to the thread that made it: send requests there through a queue"
             )
-        return method(self, *args, **kwargs)
+        was_busy = self.is_busy
+        try:
+            self.is_busy = True
+            return method(self, *args, **kwargs)
+        finally:
+            self.is_busy = was_busy
 
     return checked
 

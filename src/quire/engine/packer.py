@@ -3,15 +3,20 @@
 rows           | row 0 ......... | row 1 | row 2 .... |
 packed tokens  0            cu_q_lens[1]  [2]        [3] = num_tokens   ... padded to the shape
 destination    page_table[position // page_size] * page_size + position % page_size
+
+In a pool of layers that see only a window, a row's positions are counted from the first page that it still has.
 """
 
+from array import array
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from quire.config import MAX_EOS_IDS
 from quire.core.errors import AuditError
-from quire.core.plan import Row, Sample, StepPlan
+from quire.core.plan import Embed, PageOperations, Row, Sample, StepPlan
+from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
 from quire.device.inputs import (
     INVALID,
@@ -24,6 +29,9 @@ from quire.device.inputs import (
     SampleInputs,
     StepInputs,
     StepShape,
+    WindowInputs,
+    WindowLayout,
+    default_embed,
 )
 
 
@@ -35,20 +43,20 @@ class Packer:
         shapes: Sequence[StepShape],
         *,
         page_size: int,
-        num_pages: int,
+        num_pages: Sequence[int],
         eos_ids: Collection[int] = (),
         debug: bool = False,
     ) -> None:
         self._shapes = shapes
         self._page_size = page_size
-        self._nowhere = num_pages * page_size
+        self._nowhere = [count * page_size for count in num_pages]
+        """For each pool, the destination of what is not written."""
         self._eos_ids_E = _padded(sorted(eos_ids), MAX_EOS_IDS, INVALID)
         self._debug = debug
 
     def pack(self, plan: StepPlan) -> StepInputs:
         """Lay a plan out in the smallest shape that holds it."""
-        shape, rows, page_size = self._shape(plan), plan.rows, self._page_size
-        page_ids = _pack_page_ids(rows, shape.num_rows)
+        shape, rows = self._shape(plan), plan.rows
         tokens: list[int] = []
         for sequence, first, count, _ in rows:
             tokens += sequence.tokens_between(first, first + count)
@@ -56,31 +64,47 @@ class Packer:
         counts_B = np.array([row.num_tokens for row in rows], np.int32)
         rows_T, steps_T = _ragged(counts_B)
         positions = firsts_B[rows_T] + steps_T
-        pages = page_ids.ids_X[page_ids.cu_lens_B1[rows_T] + positions // page_size]
-        destinations_T = _padded(pages * page_size + positions % page_size, shape.num_tokens, self._nowhere)
-        if self._debug:
-            self._check_destinations(destinations_T)
+        page_ids = _pack_page_ids([row.sequence.pages for row in rows], shape.num_rows)
         layout = BatchLayout(
             positions_T=_padded(positions, shape.num_tokens, 0),
-            destinations_T=destinations_T,
+            destinations_T=self._destinations(0, page_ids, rows_T, positions, shape.num_tokens),
             page_table_BP=None,
             kv_lens_B=_padded(firsts_B + counts_B, shape.num_rows, 0),
             cu_q_lens_B1=_cumulative(counts_B, shape.num_rows),
             decode=shape.decode,
         )
+        windows, layouts = [], []
+        for pool in range(1, len(self._nowhere)):
+            tables = [row.sequence.windows[pool - 1] for row in rows]
+            starts_B = np.array([table.first * self._page_size for table in tables], np.int32)
+            ids = _pack_page_ids([table.pages for table in tables], shape.num_rows)
+            places = self._destinations(pool, ids, rows_T, positions - starts_B[rows_T], shape.num_tokens)
+            kv_lens_B = _padded(firsts_B + counts_B - starts_B, shape.num_rows, 0)
+            layouts.append(WindowLayout(places, None, kv_lens_B))
+            windows.append(WindowInputs(ids, _pack_operations(plan.operations[pool])))
         return StepInputs(
             tokens_T=_padded(tokens, shape.num_tokens, 0),
-            layout=layout,
+            layout=replace(layout, windows=tuple(layouts)),
             page_ids=page_ids,
             samples=pack_samples(plan.samples, shape.num_samples),
             rounds=self._pack_rounds(rows, shape.num_rows),
-            pages=PageCommands(
-                swap_out=_pairs(plan.operations.swap_outs),
-                copy=_pairs(plan.operations.copies),
-                swap_in=_pairs(plan.operations.swap_ins),
-                poison=np.array(plan.operations.poisons, np.int32),
-            ),
+            pages=_pack_operations(plan.operations[0]),
+            windows=tuple(windows),
+            embed_first_B=_pack_embeds(plan.embeds, shape.num_rows) if plan.embeds else None,
         )
+
+    def _destinations(
+        self, pool: int, page_ids: PageIds, rows_T: np.ndarray, positions_T: np.ndarray, num_tokens: int
+    ) -> np.ndarray:
+        """Where each token is written, by its position in its row's table; padding goes nowhere."""
+        size, nowhere = self._page_size, self._nowhere[pool]
+        pages_T = page_ids.ids_X[page_ids.cu_lens_B1[rows_T] + positions_T // size]
+        destinations_T = _padded(pages_T * size + positions_T % size, num_tokens, nowhere)
+        if self._debug:
+            places, counts = np.unique(destinations_T[destinations_T != nowhere], return_counts=True)
+            if np.any(counts > 1):
+                raise AuditError(f"destination {places[counts > 1][0]} is written twice in one step")
+        return destinations_T
 
     def _pack_rounds(self, rows: Sequence[Row], num_rows: int) -> RoundInputs:
         """How far each row may go on, and the ids that end it; a padded row goes nowhere."""
@@ -96,15 +120,9 @@ class Packer:
                 stop_ids_BE[i, : len(ids)] = ids
         return RoundInputs(_padded(max_rounds, num_rows, 0), stops_at_eos_B, self._eos_ids_E, stop_ids_BE)
 
-    def _check_destinations(self, destinations_T: np.ndarray) -> None:
-        """No two tokens of a step may be written to one place."""
-        places, counts = np.unique(destinations_T[destinations_T != self._nowhere], return_counts=True)
-        if np.any(counts > 1):
-            raise AuditError(f"destination {places[counts > 1][0]} is written twice in one step")
-
     def _shape(self, plan: StepPlan) -> StepShape:
         num_tokens, num_rows, num_samples = plan.num_tokens, len(plan.rows), len(plan.samples)
-        decode = num_tokens == num_rows
+        decode = num_tokens == num_rows and not plan.embeds  # hidden states come from mixed steps only
         for shape in self._shapes:
             if shape.decode and not decode:
                 continue
@@ -113,27 +131,50 @@ class Packer:
         raise AuditError(f"no program holds {num_tokens} tokens, {num_rows} rows and {num_samples} samples")
 
 
-def _pack_page_ids(rows: Sequence[Row], num_rows: int) -> PageIds:
+def _pack_page_ids(tables: Sequence[array], num_rows: int) -> PageIds:
     """The page tables of all rows, one after another."""
-    ids_X = np.frombuffer(b"".join([row.sequence.pages for row in rows]), np.int32)
-    return PageIds(ids_X, _cumulative([len(row.sequence.pages) for row in rows], num_rows))
+    return PageIds(np.frombuffer(b"".join(tables), np.int32), _cumulative(list(map(len, tables)), num_rows))
 
 
+def _pack_operations(operations: PageOperations) -> PageCommands:
+    return PageCommands(
+        swap_out=_pairs(operations.swap_outs),
+        copy=_pairs(operations.copies),
+        swap_in=_pairs(operations.swap_ins),
+        poison=np.array(operations.poisons, np.int32),
+    )
+
+
+def _pack_embeds(embeds: Sequence[Embed], num_rows: int) -> np.ndarray:
+    """From which packed token on each row's hidden states are added up."""
+    first_B = default_embed(num_rows)
+    first_B[[embed.row for embed in embeds]] = [embed.packed_index for embed in embeds]
+    return first_B
+
+
+NUMBERS = {float: np.float32, int: np.int32}
 RECORD = np.dtype(
-    [
-        ("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32),
-        ("seed", np.uint32, 2), ("index", np.int32), ("prompt_len", np.int32),
-        ("repetition", np.float32), ("presence", np.float32), ("frequency", np.float32), ("asks", np.int32),
-    ]
-)  # fmt: skip
+    [(name, NUMBERS[DECLARED[name].kind]) for name in (*DRAWS, *PENALTIES)]
+    + [("seed", np.uint32, 2), ("index", np.int32), ("prompt_len", np.int32), ("asks", np.int32)]
+)
 """What sampling needs of a sequence that never changes: made once, and copied into every step."""
 IS_RANDOM, HAS_PENALTY, HAS_BIAS, HAS_GRAMMAR, WANTS_LOGPROBS, WANTS_TOP = (1 << i for i in range(6))
 """What a sequence asks for, as bits of `asks`."""
+GREEDY = SamplingParams(temperature=0)
+
+
+def _numbers(params: SamplingParams) -> tuple[float, ...]:
+    """The numbers that the sampler gets, in the order of a record; at temperature 0 nothing of a draw counts."""
+    draws = params if params.temperature > 0 else GREEDY
+    return *(getattr(draws, name) for name in DRAWS), *(getattr(params, name) for name in PENALTIES)
+
+
 SCORED, SCORED_WITH_TOP = (
-    np.array((0, 0, 1, 0, (0, 0), 0, 0, 1, 0, 0, asks), RECORD).tobytes()
+    np.array((*_numbers(GREEDY), (0, 0), 0, 0, asks), RECORD).tobytes()
     for asks in (WANTS_LOGPROBS, WANTS_LOGPROBS | WANTS_TOP)
 )
-"""The records of a sample that scores a given token: nothing is drawn, and nothing changes its logits."""
+"""The records of a sample that scores a given token."""
+NEUTRAL = np.frombuffer(SCORED, RECORD)[0]
 
 
 def _record(sequence: TokenSequence, target: int | None) -> bytes:
@@ -141,12 +182,8 @@ def _record(sequence: TokenSequence, target: int | None) -> bytes:
         return SCORED_WITH_TOP if sequence.params.logprobs else SCORED
     if sequence.sampling_record is None:
         params, asks = sequence.params, 0
-        draws = (0.0, 0, 1.0, 0.0, (0, 0), 0)
-        if params.temperature > 0:
-            asks |= IS_RANDOM
-            seed = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF)
-            draws = (params.temperature, params.top_k, params.top_p, params.min_p, seed, sequence.index)
         for is_asked, bit in (
+            (params.temperature > 0, IS_RANDOM),
             (params.has_penalty, HAS_PENALTY),
             (params.logit_bias or params.min_tokens, HAS_BIAS),
             (sequence.grammar is not None, HAS_GRAMMAR),
@@ -154,8 +191,11 @@ def _record(sequence: TokenSequence, target: int | None) -> bytes:
             (params.logprobs, WANTS_TOP),
         ):
             asks |= bit if is_asked else 0
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        sequence.sampling_record = np.array((*draws, sequence.prompt_len, *penalties, asks), RECORD).tobytes()
+        counter = (0, 0), 0
+        if asks & IS_RANDOM:
+            counter = (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF), sequence.index
+        record = (*_numbers(params), *counter, sequence.prompt_len, asks)
+        sequence.sampling_record = np.array(record, RECORD).tobytes()
     return sequence.sampling_record
 
 
@@ -166,18 +206,18 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     mask_SW = _pack_masks(samples, num_samples) if asks & HAS_GRAMMAR else None
     given: dict[str, np.ndarray | None] = {}
 
-    def column(field: str, fill: int = 0) -> np.ndarray:
-        values = records[field]
-        array = np.full((num_samples, *values.shape[1:]), fill, values.dtype)
+    def column(name: str) -> np.ndarray:
+        values = records[name]
+        array = np.full((num_samples, *values.shape[1:]), NEUTRAL[name], values.dtype)
         array[: len(values)] = values
         return array
 
     if asks & IS_RANDOM:
-        given |= {f"{name}_S": column(name) for name in ("temperature", "top_k", "min_p", "index")}
-        given |= {"top_p_S": column("top_p", 1), "seed_S2": column("seed")}
+        given |= {f"{name}_S": column(name) for name in (*DRAWS, "index")}
+        given["seed_S2"] = column("seed")
     if asks & HAS_PENALTY:
-        given |= {f"{name}_S": column(name) for name in ("prompt_len", "presence", "frequency")}
-        given |= {"repetition_S": column("repetition", 1), "row_S": _padded([s.row for s in samples], num_samples, 0)}
+        given |= {f"{name}_S": column(name) for name in (*PENALTIES, "prompt_len")}
+        given["row_S"] = _padded([sample.row for sample in samples], num_samples, 0)
     if asks & HAS_BIAS:
         given["bias_ids_SE"], given["bias_SE"] = _pack_biases(samples, num_samples)
     targets = [INVALID if sample.target is None else sample.target for sample in samples]

@@ -41,10 +41,18 @@ class Runner(Protocol):
         """After a failed step: whether the cache survived it."""
         ...
 
-    def set_weights(self, params: Any) -> None:
+    def set_weights(self, params: Any, *, copy: bool = True) -> None:
         """Compute with these from the next step on."""
+        ...
+
+    def get_weights(self) -> Any:
+        """The weights, in the layout that `set_weights` takes."""
         ...
 
     def zero(self) -> None:
         """Clear every page."""
+        ...
+
+    def close(self) -> None:
+        """Let go of weights, pages and programs; nothing runs afterwards."""
         ...

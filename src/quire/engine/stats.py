@@ -85,7 +85,7 @@ class StepCounters:
         if num_rounds > 1:  # every token but a row's last one was computed as well
             self.computed_tokens += num_generated - len(events)
         self.generated_tokens += num_generated
-        self.page_copies += len(plan.operations.copies)
+        self.page_copies += sum(len(operations.copies) for operations in plan.operations)
 
 
 class StepTimer:

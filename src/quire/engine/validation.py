@@ -1,6 +1,8 @@
 """Which requests can never run: told at once, with the field that has to change, instead of when their turn comes."""
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from quire.config import ModelConfig
 from quire.core.errors import RequestError
@@ -35,16 +37,29 @@ class RequestValidator:
         self._tables.check_fits(request.id, len(request.prompt_token_ids), max_tokens)
         return max_tokens
 
+    def forced_tokens(self, token_ids: Any, request_id: str) -> list[int]:
+        """Tokens to put behind a sequence's own, as a list; an array is as good."""
+        token_ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+        if not isinstance(token_ids, Sequence) or isinstance(token_ids, str | bytes):
+            message = f"token_ids={token_ids!r} must be a list of token ids"
+            raise RequestError(message, field="token_ids", request_id=request_id)
+        self._check_in_vocabulary("token_ids", token_ids, request_id)
+        return list(token_ids)
+
+    def _check_in_vocabulary(self, field: str, token_ids: Iterable[Any], request_id: str) -> None:
+        vocab_size = self._model.vocab_size
+        for token_id in token_ids:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
+                message = f"{field} token {token_id!r} is no token id (0 to {vocab_size - 1})"
+                raise RequestError(message, field=field, request_id=request_id)
+
     def _check_token_ids(self, request: Request) -> None:
         """Every token id that a request names is one of the vocabulary."""
         vocab_size, params = self._model.vocab_size, request.params
         if not request.prompt_token_ids:
             message = "the prompt is empty; give at least one token"
             raise RequestError(message, field="prompt", request_id=request.id)
-        for token_id in request.prompt_token_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < vocab_size:
-                message = f"prompt token {token_id!r} is no token id (0 to {vocab_size - 1})"
-                raise RequestError(message, field="prompt", request_id=request.id)
+        self._check_in_vocabulary("prompt", request.prompt_token_ids, request.id)
         named = {
             "stop_token_ids": params.stop_token_ids,
             "logit_bias": params.logit_bias,
@@ -59,7 +74,7 @@ class RequestValidator:
     def _max_tokens_that_fit(self, request: Request) -> int:
         """In the model's length, and in the pool: the last token drawn needs no place there."""
         tables, prompt_len = self._tables, len(request.prompt_token_ids)
-        in_pool = tables.allocator.num_pages * tables.page_size + 1
+        in_pool = tables.pool.allocator.num_pages * tables.page_size + 1
         max_tokens = min(self._max_model_len, in_pool) - prompt_len
         if max_tokens < max(request.params.min_tokens, 1):
             raise RequestError(

@@ -1,12 +1,16 @@
 """Every knob of the server, beside the engine's. Frozen, validated once; command-line flags come from its fields."""
 
 import ipaddress
+import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quire.config import check_whole, knob
 
 MAX_PORT = 65_535
+_HOST = re.compile(r"[a-z0-9_.-]{1,253}|[0-9a-f:.]{2,45}")
+_ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9_.-]{1,253}|\[[0-9a-f:.]{2,45}\])(?::([0-9]{1,5}))?")
+_DEFAULT_PORTS = {("http", "80"), ("https", "443")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +22,14 @@ class ServerConfig:
     grpc_port: int | None = knob(None, "for gRPC; by default there is none")
     admin_port: int | None = knob(None, "for debugging and administration, on loopback; by default there is none")
     served_model_name: str | None = knob(None, "what clients call the model; by default the name of its file")
+    allow_origin: tuple[str, ...] = knob(
+        (), "a web page's origin that may use the server, such as https://chat.example; * for any (with keys only)"
+    )
+    allow_host: tuple[str, ...] = knob(
+        (), "a name under which the server is used without a key, such as host.docker.internal"
+    )
+    page: bool = knob(True, "pages for people: a chat at /, the API at /docs")
+    strict_fields: bool = knob(False, "refuse unknown fields of requests instead of ignoring them")
     max_queued_requests: int = knob(256, "requests that may wait; more get a 429")
     max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and generated ones")
     max_priority: int = knob(0, "the highest priority a request may have", expert=True)
@@ -45,6 +57,13 @@ class ServerConfig:
             check_whole(name, getattr(self, name), 1, 1 << 40)
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host={self.host!r} must be an address or a name")
+        for origin in self.allow_origin:
+            _check_origin(origin)
+        for name in self.allow_host:
+            if not _HOST.fullmatch(name):
+                raise ValueError(
+                    f"allow_host={name!r} must be a name or an address, without http:// and without a port"
+                )
         if self.otlp_endpoint is not None:
             url = urlsplit(self.otlp_endpoint)
             if url.scheme not in ("http", "https") or not url.hostname:
@@ -57,3 +76,15 @@ class ServerConfig:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+def _check_origin(origin: str) -> None:
+    """Raise ValueError unless it is `*`, or an origin as browsers write them."""
+    match = _ORIGIN.fullmatch(origin)
+    if origin != "*" and match is None:
+        raise ValueError(
+            f"allow_origin={origin!r} must be * or SCHEME://HOST[:PORT] in lower case, such as http://localhost:3000: "
+            "no path, no / at the end"
+        )
+    if match and match.groups() in _DEFAULT_PORTS:
+        raise ValueError(f"allow_origin={origin!r}: browsers leave the default port out; so must this")

@@ -7,17 +7,15 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect
 
+from quire.async_llm.errors import GenerationError, OverloadError, UnavailableError, error_location
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
-from quire.server.admission import OverloadError, UnavailableError
-from quire.server.logs import error_location
-from quire.server.stream import StreamError
 
 _log = logging.getLogger("quire.server")
 
 MAX_MESSAGE_LEN = 1000
 """Characters; a longer one quotes too much of the request."""
-STATUS_OF_REASON = {"invalid": 400, "unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500}
+STATUS_OF_REASON = {"unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500}
 # msgspec tells the path of a wrong value nowhere but in its message.
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
@@ -67,11 +65,11 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="overloaded", headers=headers)
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
-    if isinstance(error, StreamError):
+    if isinstance(error, GenerationError):
         # What was too slow once would be again: clients of OpenAI obey this and do not send it twice more.
         headers = {"x-should-retry": "false"} if error.reason == "deadline" else {}
         status = STATUS_OF_REASON[error.reason]
-        return ApiError(status, str(error), param=error.field, code=error.code, headers=headers)
+        return ApiError(status, str(error), code=error.reason, headers=headers)
     if isinstance(error, FieldError):
         message = error.message if isinstance(error, RequestError) else str(error)  # clients know no id of ours
         return ApiError(400, message, param=error.field, code=error.code)
@@ -79,6 +77,14 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="invalid_value")
     _log.error("internal error", extra={"error": type(error).__name__, "at": error_location(error)})
     return ApiError(500, "internal error", code="internal")
+
+
+def in_words_of(prompt_field: str, error: FieldError) -> ApiError:
+    """The response for an error of the engine, whose prompt may have come in a field of another name."""
+    shown = as_api_error(error)
+    if shown.param == "prompt":
+        shown.param = prompt_field
+    return shown
 
 
 def _shortened(text: str) -> str:
@@ -96,4 +102,5 @@ def _invalid(message: str) -> ApiError:
     if missing := re.search(r"missing required field `([^`]*)`", text):
         param = f"{param}.{missing[1]}" if param else missing[1]
         return ApiError(400, f"field {param!r} is missing", param=param, code="missing_field")
+    text = re.sub(r"^Invalid (?:enum )?value (.*)$", r"\1 is not allowed", text, flags=re.DOTALL)
     return ApiError(400, f"{param}: {text}" if param else text, param=param, code="invalid_value")

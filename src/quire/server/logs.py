@@ -4,8 +4,6 @@ import json
 import logging
 import sys
 import time
-import traceback
-from pathlib import Path
 
 _PLAIN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -33,9 +31,3 @@ def set_up_logs() -> None:
     root.handlers[:] = [handler]
     logging.getLogger("quire").setLevel(logging.INFO)
     logging.captureWarnings(True)
-
-
-def error_location(error: BaseException) -> str:
-    """Where an error was raised, for a log: its message may quote a request, and does not belong there."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])

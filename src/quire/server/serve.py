@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from quire.async_llm import AsyncLLM
+from quire.async_llm.admission import Admission
+from quire.async_llm.observer import Observer
 from quire.llm import LLM
-from quire.server.admission import Admission
-from quire.server.async_engine import AsyncEngine
 from quire.server.config import ServerConfig
 from quire.server.http.connections import limited
 from quire.server.http.debug import Admin
@@ -26,7 +27,6 @@ from quire.server.logs import set_up_logs
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.telemetry import Telemetry
 from quire.server.observe.trace_log import TraceLog
-from quire.server.observer import Observer
 from quire.server.service import Service
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ async def serve(
     *,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Serve until a signal stops it. `on_ready` gets lines on how far it is, where to reach it and what fits."""
+    """Serve until a signal stops it. `on_ready` gets lines on how far it is, where to reach it, and that it stops."""
     check_exposure(config, keys, admin_keys)
     _prepare_process(config)
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
@@ -66,12 +66,13 @@ async def serve(
     stopped = _stop_signal()
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
-        engine = AsyncEngine(open_llm, admission, *filter(None, observers))
+        watching = [observer for observer in observers if observer]
+        engine = AsyncLLM.from_factory(open_llm, admission=admission, observers=watching)
         on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
         await _load(engine, stopped)
         if telemetry:
             running.push_async_callback(asyncio.to_thread, telemetry.close)
-        running.push_async_callback(engine.stop)
+        running.push_async_callback(engine.close)
         service = Service(engine, model_name, int(time.time()), config.max_priority)
         running.callback(service.close)
         metrics.watch(engine, model_name)
@@ -87,9 +88,10 @@ async def serve(
         app = Api(service, config, metrics).app(keys)
         serving = await running.enter_async_context(_serving(app, config, listener))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
-        on_ready(f"quire: ready on {where}; {engine.llm.engine.capacity}")
+        page = f"; to chat, open {_url(listener)}/" if config.page else ""
+        on_ready(f"quire: ready on {where}; serving {model_name}{page}")
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
-        await _drain(engine, config)
+        await _drain(engine, config, on_ready)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
@@ -98,6 +100,11 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
         raise ValueError(
             f"--host {config.host} can be reached from elsewhere and there is no API key; give --api-key, "
             "--api-key-file or QUIRE_API_KEY, or listen on 127.0.0.1"
+        )
+    if "*" in config.allow_origin and not len(keys):
+        raise ValueError(
+            "--allow-origin * without an API key lets every web page that is open on this machine use the server; "
+            "name the origins, or give --api-key, --api-key-file or QUIRE_API_KEY"
         )
     if keys.overlaps(admin_keys):
         raise ValueError("--admin-key is an API key too: whoever may ask could also administer; give another one")
@@ -132,7 +139,7 @@ def _stop_signal() -> asyncio.Task[bool]:
     return asyncio.create_task(stopping.wait())
 
 
-async def _load(engine: AsyncEngine, stopped: asyncio.Task[bool]) -> None:
+async def _load(engine: AsyncLLM, stopped: asyncio.Task[bool]) -> None:
     loading = asyncio.create_task(engine.start())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     if not loading.done():
@@ -154,10 +161,12 @@ async def _serving(app: Any, config: ServerConfig, listener: socket.socket) -> A
         await task
 
 
-async def _drain(engine: AsyncEngine, config: ServerConfig) -> None:
+async def _drain(engine: AsyncLLM, config: ServerConfig, on_stop: Callable[[str], None]) -> None:
     """Take nothing new, and wait for what runs to finish, for a limited time."""
-    if engine.num_streams:
-        _log.info("draining", extra={"running": engine.num_streams})
+    if count := engine.num_streams:
+        requests = "1 request is" if count == 1 else f"{count} requests are"
+        on_stop(f"quire: stopping: {requests} finishing; press Ctrl-C again to stop now")
+        _log.info("draining", extra={"running": count})
     try:
         await asyncio.wait_for(engine.drain(), config.drain_timeout_s)
     except TimeoutError:

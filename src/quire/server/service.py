@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.async_llm import AsyncLLM
+from quire.async_llm.stream import Stream
+from quire.core.sampling_params import SamplingParams
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
-from quire.server.async_engine import AsyncEngine
 from quire.server.errors import ApiError
-from quire.server.stream import Stream
 from quire.server.threads import FairThreads, SlowJobError
 from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ class Caller:
 class Service:
     """The one model that every protocol serves."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str, started_at: int, max_priority: int = 0) -> None:
+    def __init__(self, engine: AsyncLLM, model_name: str, started_at: int, max_priority: int = 0) -> None:
         self.engine = engine
         self.model_name = model_name
         self.started_at = started_at
@@ -60,9 +61,20 @@ class Service:
         return self.engine.llm.engine.tokenizer
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can be chatted with."""
+        tokenizer = self.engine.llm.engine.tokenizer
+        return tokenizer is not None and tokenizer.has_chat_template
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of a prompt and what is generated from it, at most."""
-        return self.engine.llm.engine.max_model_len
+        return self.engine.llm.engine.max_request_len
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What a request that says nothing asks for."""
+        return self.engine.llm.default_params
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError unless a name is the model's, or not given."""
@@ -79,18 +91,20 @@ class Service:
         """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""
         return await _in_time(self._encoding, caller, function, *args)
 
-    async def encode(self, caller: Caller, text: str, add_special: bool = True) -> list[int]:
+    async def encode(self, caller: Caller, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
         """Token ids of a text that may be long, made off the event loop."""
-        return await self.run_in_thread(caller, self.encode_sync, text, add_special)
+        return await self.run_in_thread(caller, self.encode_sync, text, add_special, param)
 
-    def encode_sync(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a prompt, made on this thread."""
-        with _errors_of("prompt"):
+    def encode_sync(self, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
+        """Token ids of a prompt, made on this thread; errors name `param`."""
+        with _errors_of(param):
             return self.tokenizer.encode(text, add_special, max_len=self.max_model_len)
 
-    def encode_chat_sync(self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> list[int]:
-        """Token ids of a conversation, made on this thread."""
-        with _errors_of("messages"):
+    def encode_chat_sync(
+        self, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any], param: str = "messages"
+    ) -> list[int]:
+        """Token ids of a conversation, made on this thread; errors name `param`."""
+        with _errors_of(param):
             return self.tokenizer.encode_chat(messages, max_len=self.max_model_len, **template_kwargs)
 
     async def compile(self, caller: Caller, structured: Structured | None, salt: str) -> Grammar | None:
@@ -106,6 +120,18 @@ class Service:
         """End the streams that have not ended."""
         for stream in streams:
             stream.cancel()
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with an error; False if there is none of this id."""
+        streams = [stream for stream in self.engine.streams if stream.request.id == request_id]
+        self.cancel(streams)
+        return bool(streams)
+
+    def abort_all(self) -> int:
+        """End every request with an error and go on; returns how many there were."""
+        streams = self.engine.streams
+        self.cancel(streams)
+        return len(streams)
 
     def close(self) -> None:
         """End the threads."""

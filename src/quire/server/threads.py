@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from quire.server.admission import OverloadError
+from quire.async_llm.errors import OverloadError
 
 
 class SlowJobError(Exception):

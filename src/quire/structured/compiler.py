@@ -35,7 +35,8 @@ REFUSED_SECONDS = 300
 """For how long: what a form takes depends a little on the machine, so that it is tried again at some time."""
 
 _WHITESPACE = r"[ \n\r\t]{1,32}"
-"""Between the parts of JSON: enough to indent it, and not the endless blank that small models fall into."""
+"""Between the parts of JSON that is not compact: enough to indent it, not the endless blank that small models fall
+into."""
 
 
 class GrammarCompiler:
@@ -65,7 +66,7 @@ class GrammarCompiler:
         try:
             first = self._compile(structured, salt, where, trusted=trusted)
         except ImportError:
-            message = f"{where} needs the library llguidance: pip install quire[server]"
+            message = f"{where} needs the library llguidance: pip install 'quire[structured]'"
             raise FieldError(message, field=structured.name) from None
         matcher = TokenMatcher(first, self._vocabulary.text_words, partial(self._forget, key))
         with self._lock:
@@ -113,9 +114,9 @@ class GrammarCompiler:
 def to_llguidance(structured: Structured) -> str:
     """A form in llguidance's language, as JSON."""
     if structured.json_object:
-        grammar = {"json_schema": _with_bounded_whitespace({"type": "object"})}
+        grammar = {"json_schema": {"type": "object", "x-guidance": _whitespace(structured)}}
     elif structured.json_schema is not None:
-        grammar = {"json_schema": _with_bounded_whitespace(json.loads(str(structured.json_schema)))}
+        grammar = {"json_schema": json.loads(str(structured.json_schema)) | {"x-guidance": _whitespace(structured)}}
     elif structured.regex is not None:
         from llguidance import regex_to_lark
 
@@ -128,9 +129,6 @@ def to_llguidance(structured: Structured) -> str:
     return json.dumps({"grammars": [grammar]})
 
 
-def _with_bounded_whitespace(schema: Any) -> Any:
-    """The schema with a limit on whitespace, unless it has a rule of its own for llguidance."""
-    options = schema.get("x-guidance", {}) if isinstance(schema, dict) else None
-    if not isinstance(options, dict) or options.keys() & {"whitespace_flexible", "whitespace_pattern"}:
-        return schema
-    return schema | {"x-guidance": {"whitespace_pattern": _WHITESPACE} | options}
+def _whitespace(structured: Structured) -> dict[str, Any]:
+    """Llguidance's options for the whitespace of a JSON form; a schema itself cannot have any."""
+    return {"whitespace_flexible": False} if structured.compact else {"whitespace_pattern": _WHITESPACE}

@@ -6,13 +6,15 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.field_error import FieldError
+from quire.field_error import FieldError, refuse_unknown_fields
+from quire.short_repr import short_repr
 
 MAX_LEN = 65_536
 """Characters of a schema, an expression, a grammar or all choices together."""
 KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
+@refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Structured:
     """A form that the generated text must have, from its first character to its last. Exactly one is given."""
@@ -27,8 +29,13 @@ class Structured:
     """One of these texts."""
     grammar: str | None = None
     """A grammar in llguidance's variant of Lark, whose rule `start` is the whole text."""
+    compact: bool | None = None
+    """No whitespace between the parts of JSON. None: so with `json_schema`, and not with `json_object`, where up to 32
+    blanks may stand between two parts."""
     name: str = field(default="structured", compare=False, repr=False)
     """The field that errors name, if the form was read from one of another name."""
+
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
@@ -41,6 +48,17 @@ class Structured:
         except ValueError as error:
             raise FieldError(str(error), field=self.name) from None
         object.__setattr__(self, given[0], value)
+        object.__setattr__(self, "compact", self._compact(given[0]))
+
+    def _compact(self, kind: str) -> bool | None:
+        """Whether JSON is compact; None of a form that is no JSON."""
+        if self.compact is not None and not isinstance(self.compact, bool):
+            raise FieldError(f"{self.name}.compact={self.compact!r} must be True, False or None", field=self.name)
+        if kind in ("json_schema", "json_object"):
+            return kind == "json_schema" if self.compact is None else self.compact
+        if self.compact is not None:
+            raise FieldError(f"{self.name}.compact is for json_schema and json_object, not for {kind}", field=self.name)
+        return None
 
     @property
     def kind(self) -> str:
@@ -75,11 +93,17 @@ def _schema_text(where: str, schema: Any) -> str:
         _check_text(where, schema)
     try:
         value = json.loads(schema) if isinstance(schema, str) else schema
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=dict)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=dict)
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply") from None
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{where} must be an object, it is {text[:20]}")
+    if "x-guidance" in value:
+        # Options of llguidance's: with some, what is generated is no JSON.
+        raise ValueError(f"{where} must have no 'x-guidance'; `compact` says whether there is whitespace")
+    return text
 
 
 def _choices(where: str, choices: Any) -> tuple[str, ...]:

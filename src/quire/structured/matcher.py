@@ -4,6 +4,7 @@ Owns: the vocabulary as llguidance wants it, and the limits under which it works
 fails, and with it the sequences that it constrains, nobody else.
 """
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,10 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 20_000,  # about 1 kB each, shared by the sequences of a form
     "verbose_errors": False,  # they would quote the output
 }
-_MASK_SECONDS, _GRACE_SECONDS = 0.005, 0.1
-"""What a mask may cost on average, and how far a sequence may exceed that: every sequence of a step waits for it."""
+_MASK_SECONDS, _GRACE_SECONDS = 0.005, 0.5
+"""What a mask may cost on average, and how far a sequence may exceed that: every sequence of a step waits for it.
+
+A collection of garbage that begins within a mask counts as its time, and a large heap takes a tenth of a second."""
 _MAX_PIECE_BYTES = 1000
 """A longer token is never allowed: llguidance's tree of tokens is 1,024 bytes deep."""
 _AHEAD = 64
@@ -76,6 +79,13 @@ class TokenMatcher:
         if self._seconds_left < 0:
             self._fail("it takes too long")
         return self._seconds_left >= 0
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these may come next, one after another. Reads nothing."""
+        words = self._text_words
+        texts = list(itertools.takewhile(lambda token_id: words[token_id >> 5] >> (token_id & 31) & 1, token_ids))
+        with self._timed():
+            return self._matcher.validate_tokens(texts)
 
     def copy(self) -> "TokenMatcher":
         """Another matcher that has read the same tokens."""

@@ -68,7 +68,7 @@ class GrammarTrial:
     def run(self, text: str) -> Verdict:
         """Try a form in llguidance's language. It takes a bounded time, whatever the process does."""
         for _ in range(2):  # somebody may have ended the process since the last time
-            process = self._idle.pop() if self._idle else _TrialProcess(self._vocabulary)
+            process = self._take_idle() or _TrialProcess(self._vocabulary)
             try:
                 problem, is_final = process.run(text)
             except TimeoutError:
@@ -80,6 +80,12 @@ class GrammarTrial:
                 self._idle.append(process)
                 return Verdict(problem, is_final)
         return Verdict("it could not be tried: the process that does so ends", is_final=False)
+
+    def _take_idle(self) -> "_TrialProcess | None":
+        try:
+            return self._idle.pop()
+        except IndexError:  # another thread may take the last one at any moment
+            return None
 
 
 class _TrialProcess:

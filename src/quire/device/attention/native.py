@@ -38,25 +38,29 @@ class NativeBackend:
             ArraySpec((num_pages, num_kv_heads, -(-page_size // pair), head_dim, pair), dtype, axes),
         )
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig, sinks_N=None):
         """One call does it all: write, then attend."""
         k_pages, v_pages = kv
+        sinks_N = jnp.zeros(0, jnp.float32) if sinks_N is None else sinks_N
         call = jax.ffi.ffi_call(
             "quire_attention",
             tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_TNH, k_pages, v_pages)),
-            input_output_aliases={7: 1, 8: 2},
+            input_output_aliases={8: 1, 9: 2},
         )
         out_TNH, k_pages, v_pages = call(
             q_TNH,
             k_TKH.astype(k_pages.dtype),
             v_TKH.astype(v_pages.dtype),
+            layout.positions_T,
             layout.destinations_T,
             layout.page_table_BP,
             layout.kv_lens_B,
             layout.cu_q_lens_B1,
             k_pages,
             v_pages,
+            sinks_N,
             scale=np.float32(attention.scale),
+            soft_cap=np.float32(attention.soft_cap or 0),
             window=np.int64(attention.window or 0),
             isa=self.instruction_set,
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from quire.config import AttentionConfig
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import ArraySpec
+from quire.device.pointwise import soft_cap
 
 
 class ReferenceBackend:
@@ -21,7 +22,7 @@ class ReferenceBackend:
         spec = ArraySpec(shape, dtype, ("pages", "offset", "kv_heads", "head"))
         return spec, spec
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig, sinks_N=None):
         """Write, then attend one token at a time."""
         scale, window = attention.scale, attention.window
         k_MZKH, v_MZKH = (
@@ -29,8 +30,10 @@ class ReferenceBackend:
         )
         num_tokens, num_heads, head_dim = q_TNH.shape
         num_kv_heads = k_TKH.shape[1]
-        rows_T = jnp.searchsorted(layout.cu_q_lens_B1, jnp.arange(num_tokens), side="right") - 1
+        index_T = jnp.arange(num_tokens, dtype=jnp.int32)
+        rows_T = jnp.searchsorted(layout.cu_q_lens_B1, index_T, side="right") - 1
         rows_T = jnp.minimum(rows_T, layout.page_table_BP.shape[0] - 1)
+        positions_T = layout.kv_lens_B[rows_T] - layout.cu_q_lens_B1[rows_T + 1] + index_T
 
         def attend(args):
             q_NH, row, position = args
@@ -42,12 +45,18 @@ class ReferenceBackend:
             if window is not None:
                 seen_C &= column_C > position - window
             scores_KGC = jnp.einsum("kgh,ckh->kgc", q_KGH, k_CKH, precision="highest")
-            weights_KGC = jax.nn.softmax(jnp.where(seen_C[None, None, :], scores_KGC, -jnp.inf), axis=-1)
+            scores_KGC = soft_cap(scores_KGC, attention.soft_cap)
+            scores_KGC = jnp.where(seen_C[None, None, :], scores_KGC, -jnp.inf)
+            if sinks_N is None:
+                weights_KGC = jax.nn.softmax(scores_KGC, axis=-1)
+            else:
+                sinks_KG1 = sinks_N.reshape(num_kv_heads, -1, 1)
+                weights_KGC = jax.nn.softmax(jnp.concatenate([scores_KGC, sinks_KG1], axis=-1), axis=-1)[..., :-1]
             # A masked weight is 0, and 0 x NaN is NaN: what is not seen is taken out of V as well.
             v_CKH = jnp.where(seen_C[:, None, None], v_CKH, 0.0)
             return jnp.einsum("kgc,ckh->kgh", weights_KGC, v_CKH, precision="highest").reshape(num_heads, head_dim)
 
-        out_TNH = jax.lax.map(attend, (q_TNH, rows_T, layout.positions_T))
+        out_TNH = jax.lax.map(attend, (q_TNH, rows_T, positions_T))
         return out_TNH.astype(q_TNH.dtype), (k_MZKH, v_MZKH)
 
 

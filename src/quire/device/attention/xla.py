@@ -17,6 +17,7 @@ from jax import lax
 from quire.config import AttentionConfig
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import ArraySpec
+from quire.device.pointwise import soft_cap
 
 CHUNK = 128
 """Key positions visited at a time."""
@@ -36,29 +37,36 @@ class XlaBackend:
         spec = ArraySpec(shape, dtype, ("kv_heads", "pages", "offset", "head"))
         return spec, spec
 
-    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig):
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig, sinks_N=None):
         """Write, then attend: decoding rows together, prompts tile by tile."""
-        scale, window = attention.scale, attention.window
         kv = tuple(_write(pages, new, layout.destinations_T) for pages, new in zip(kv, (k_TKH, v_TKH), strict=True))
         num_tokens, num_heads, head_dim = q_TNH.shape
         q_KTGH = q_TNH.reshape(num_tokens, k_TKH.shape[1], -1, head_dim).swapaxes(0, 1)
-        if layout.decode:
-            out_KTGH = _decode_rows(kv, q_KTGH, layout, scale, window)
-        else:
-            out_KTGH = _mixed_rows(kv, q_KTGH, layout, scale, window)
+        sinks_KG = None if sinks_N is None else sinks_N.reshape(k_TKH.shape[1], -1)
+        attend_rows = _decode_rows if layout.decode else _mixed_rows
+        out_KTGH = attend_rows(kv, q_KTGH, layout, attention, sinks_KG)
         return out_KTGH.swapaxes(0, 1).reshape(num_tokens, num_heads, head_dim).astype(q_TNH.dtype), kv
 
 
 def _write(pages_KMZH: jax.Array, new_TKH: jax.Array, destinations_T: jax.Array) -> jax.Array:
+    """Write each token's K or V at its destination in every head; one outside the pool is dropped.
+
+    The head is part of the scatter's index: with an axis of its own, a TPU keeps the pool in one order for this and in
+    another for the reading, and copies all of it between the two.
+    """
     num_heads, num_pages, page_size, head_dim = pages_KMZH.shape
-    flat = pages_KMZH.reshape(num_heads, num_pages * page_size, head_dim)
-    new_KTH = new_TKH.astype(flat.dtype).swapaxes(0, 1)
-    return flat.at[:, destinations_T].set(new_KTH, mode="drop").reshape(pages_KMZH.shape)
+    places = num_pages * page_size
+    heads_K1 = jnp.arange(num_heads, dtype=jnp.int32)[:, None]
+    target_KT = jnp.where(destinations_T[None] < places, heads_K1 * places + destinations_T[None], num_heads * places)
+    new_KTH = new_TKH.astype(pages_KMZH.dtype).swapaxes(0, 1)
+    return pages_KMZH.reshape(-1, head_dim).at[target_KT].set(new_KTH, mode="drop").reshape(pages_KMZH.shape)
 
 
-def _decode_rows(kv, q_KBGH: jax.Array, layout: BatchLayout, scale: float, window: int | None) -> jax.Array:
+def _decode_rows(
+    kv, q_KBGH: jax.Array, layout: BatchLayout, attention: AttentionConfig, sinks_KG: jax.Array | None
+) -> jax.Array:
     """One query a row, all rows at once."""
-    kv_lens_B = layout.kv_lens_B
+    kv_lens_B, window = layout.kv_lens_B, attention.window
     positions_B = kv_lens_B - 1
     first = jnp.zeros((), jnp.int32)
     if window is not None:
@@ -71,10 +79,12 @@ def _decode_rows(kv, q_KBGH: jax.Array, layout: BatchLayout, scale: float, windo
             seen_BC &= columns_C[None, :] > positions_B[:, None] - window
         return seen_BC[:, None, :]
 
-    return _attend(kv, q_KBGH, layout.page_table_BP, scale, seen, first, jnp.max(kv_lens_B))
+    return _attend(kv, q_KBGH, layout.page_table_BP, attention, sinks_KG, seen, first, jnp.max(kv_lens_B))
 
 
-def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window: int | None) -> jax.Array:
+def _mixed_rows(
+    kv, q_KTGH: jax.Array, layout: BatchLayout, attention: AttentionConfig, sinks_KG: jax.Array | None
+) -> jax.Array:
     """Rows of any length: the single tokens together, then each longer row in tiles of queries.
 
     packed tokens   | row 0 ........... | 1 | row 2 ...... | padding
@@ -82,13 +92,13 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
                                  ^ reaches past its row: what it computes there is not kept
     """
     num_kv_heads, num_tokens, group, head_dim = q_KTGH.shape
-    cu_q_lens_B1 = layout.cu_q_lens_B1
+    cu_q_lens_B1, window = layout.cu_q_lens_B1, attention.window
     q_lens_B = cu_q_lens_B1[1:] - cu_q_lens_B1[:-1]
     single_B = q_lens_B == 1
 
     tokens_B = jnp.minimum(cu_q_lens_B1[:-1], num_tokens - 1)
     singles = dataclasses.replace(layout, kv_lens_B=jnp.where(single_B, layout.kv_lens_B, 0), decode=True)
-    single_out_KBGH = _decode_rows(kv, q_KTGH[:, tokens_B], singles, scale, window)
+    single_out_KBGH = _decode_rows(kv, q_KTGH[:, tokens_B], singles, attention, sinks_KG)
     out_KTGH = jnp.zeros((num_kv_heads, num_tokens + QUERY_TILE, group, head_dim), jnp.float32)
     target_B = jnp.where(single_B, tokens_B, num_tokens + QUERY_TILE)
     out_KTGH = out_KTGH.at[:, target_B].set(single_out_KBGH, mode="drop")
@@ -117,7 +127,7 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
         q_KQGH = lax.dynamic_slice_in_dim(q_KTGH, token, QUERY_TILE, axis=1)
         q_K1XH = q_KQGH.reshape(num_kv_heads, 1, QUERY_TILE * group, head_dim)
         pages_1P = lax.dynamic_slice_in_dim(layout.page_table_BP, row, 1, axis=0)
-        new_KQGH = _attend(kv, q_K1XH, pages_1P, scale, seen, first, end).reshape(q_KQGH.shape)
+        new_KQGH = _attend(kv, q_K1XH, pages_1P, attention, sinks_KG, seen, first, end).reshape(q_KQGH.shape)
         old_KQGH = lax.dynamic_slice_in_dim(out_KTGH, token, QUERY_TILE, axis=1)
         inside_Q = offset + jnp.arange(QUERY_TILE) < q_lens_B[row]
         kept_KQGH = jnp.where(inside_Q[None, :, None, None], new_KQGH, old_KQGH)
@@ -128,11 +138,19 @@ def _mixed_rows(kv, q_KTGH: jax.Array, layout: BatchLayout, scale: float, window
 
 
 def _attend(
-    kv, q_KBXH: jax.Array, page_table_BP: jax.Array, scale: float, seen, first: jax.Array, end: jax.Array
+    kv,
+    q_KBXH: jax.Array,
+    page_table_BP: jax.Array,
+    attention: AttentionConfig,
+    sinks_KG: jax.Array | None,
+    seen,
+    first: jax.Array,
+    end: jax.Array,
 ) -> jax.Array:
     """Softmax attention of X queries a row over the columns `first .. end-1`, chunk by chunk.
 
-    `seen(columns_C)` gives, for each row, query and column, whether it counts; it broadcasts against `[B, X, C]`.
+    `seen(columns_C)` gives, for each row, query and column, whether it counts; it broadcasts against `[B, X, C]`. The
+    query heads of a token are next to each other in X.
     """
     k_KMZH, v_KMZH = kv
     num_kv_heads, num_rows, num_queries, head_dim = q_KBXH.shape
@@ -150,7 +168,7 @@ def _attend(
         seen_BXC = seen(i * chunk + jnp.arange(chunk, dtype=jnp.int32))
         # What no query of the row sees may be anything, NaN too, and 0 x NaN is NaN: take it out of V.
         v_KBCH = jnp.where(jnp.any(seen_BXC, axis=1)[None, :, :, None], v_KBCH, jnp.zeros((), v_KBCH.dtype))
-        scores_KBXC = _dot("kbxh,kbch->kbxc", q_KBXH, k_KBCH) * scale
+        scores_KBXC = soft_cap(_dot("kbxh,kbch->kbxc", q_KBXH, k_KBCH) * attention.scale, attention.soft_cap)
         scores_KBXC = jnp.where(seen_BXC[None], scores_KBXC, MASKED)
         new_top_KBX = jnp.maximum(top_KBX, jnp.max(scores_KBXC, axis=-1))
         weights_KBXC = jnp.where(seen_BXC[None], jnp.exp(scores_KBXC - new_top_KBX[..., None]), 0.0)
@@ -166,7 +184,10 @@ def _attend(
         jnp.zeros(shape, jnp.float32),
         jnp.zeros((*shape, head_dim), jnp.float32),
     )
-    _, _, total_KBX, out_KBXH = lax.while_loop(lambda carry: carry[0] * chunk < end, visit, start)
+    _, top_KBX, total_KBX, out_KBXH = lax.while_loop(lambda carry: carry[0] * chunk < end, visit, start)
+    if sinks_KG is not None:
+        sinks_K1X = jnp.tile(sinks_KG, (1, num_queries // sinks_KG.shape[1]))[:, None, :]
+        total_KBX += jnp.exp(sinks_K1X - top_KBX)
     return out_KBXH / jnp.maximum(total_KBX, 1e-30)[..., None]
 
 

@@ -13,21 +13,23 @@ is one matmul:
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from quire.config import ModelConfig
-from quire.device.models.weight_specs import Shape, TensorSpec, WeightSpec, WeightSpecs
+from quire.device.models.heads import unpadded
+from quire.device.models.weight_specs import Shape, Tensor, TensorSpec, WeightSpec, WeightSpecs, array_module
 
 LayerWeights = Callable[[ModelConfig, int], dict[str, WeightSpec]]
 """Declares the arrays of layer i."""
 
 
 def decoder_weights(config: ModelConfig, *, layer: LayerWeights) -> WeightSpecs:
-    """A whole decoder: embedding, layers, final norm, and an output head unless it is tied to the embedding."""
+    """A whole decoder: embedding, layers, final norm, and an output head unless it is tied to the embedding.
+
+    GGUF files have the offset of norms, where there is one, in their weights.
+    """
     D, V = config.hidden_size, config.vocab_size
     specs: WeightSpecs = {
         "embed": _vocabulary("model.embed_tokens.weight", "token_embd.weight", (V, D), contracted_axis=None),
-        "norm": vector(TensorSpec("model.norm.weight", "output_norm.weight", (D,))),
+        "norm": vector(TensorSpec("model.norm.weight", "output_norm.weight", (D,), gguf_added=config.norm_offset)),
         "layers": [layer(config, i) for i in range(config.num_layers)],
     }
     if not config.tie_embeddings:
@@ -40,13 +42,14 @@ def attention_weights(config: ModelConfig, i: int, *, gguf_permuted: bool = Fals
     D, attention = config.hidden_size, config.attention[i]
     N, K, H = attention.num_heads, attention.num_kv_heads, attention.head_dim
     return {
-        "attention_norm": vector(layer_tensor(i, "input_layernorm.weight", "attn_norm.weight", (D,))),
+        "attention_norm": layer_norm(config, i, "input_layernorm", "attn_norm"),
         "qkv": WeightSpec(
             (D, K, (attention.group_size + 2) * H),
             (None, "kv_heads", None),
             qkv_tensors(config, i, "weight", gguf_permuted=gguf_permuted),
             partial(join_qkv, num_kv_heads=K, head_dim=H),
             contracted_axis=0,
+            attention=attention,
         ),
         "output": WeightSpec(
             (N * H, D),
@@ -54,15 +57,30 @@ def attention_weights(config: ModelConfig, i: int, *, gguf_permuted: bool = Fals
             (layer_tensor(i, "self_attn.o_proj.weight", "attn_output.weight", (D, N * H)),),
             _transpose,
             contracted_axis=0,
+            attention=attention,
         ),
     }
+
+
+def qkv_bias_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
+    """What is added to q, k and v of layer i."""
+    attention = config.attention[i]
+    K, H = attention.num_kv_heads, attention.head_dim
+    bias = WeightSpec(
+        (K, (attention.group_size + 2) * H),
+        ("kv_heads", None),
+        qkv_tensors(config, i, "bias"),
+        partial(join_qkv, num_kv_heads=K, head_dim=H),
+        attention=attention,
+    )
+    return {"qkv_bias": bias}
 
 
 def mlp_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
     """Norm, gate, up and down of layer i."""
     D, F = config.hidden_size, config.intermediate_size
     return {
-        "mlp_norm": vector(layer_tensor(i, "post_attention_layernorm.weight", "ffn_norm.weight", (D,))),
+        "mlp_norm": layer_norm(config, i, "post_attention_layernorm", "ffn_norm"),
         "gate_up": WeightSpec(
             (D, 2, F),
             (None, None, "ffn"),
@@ -81,6 +99,39 @@ def mlp_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
             contracted_axis=0,
         ),
     }
+
+
+def post_norm_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
+    """The norms of layer i that come after attention and after the feed-forward."""
+    return {
+        "post_attention_norm": layer_norm(config, i, "post_attention_layernorm", "post_attention_norm"),
+        "post_mlp_norm": layer_norm(config, i, "post_feedforward_layernorm", "post_ffw_norm"),
+    }
+
+
+def head_norm_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
+    """The norms of q and k of layer i, each head by itself."""
+    size = config.attention[i].head_dim
+    return {
+        "q_norm": layer_norm(config, i, "self_attn.q_norm", "attn_q_norm", size),
+        "k_norm": layer_norm(config, i, "self_attn.k_norm", "attn_k_norm", size),
+    }
+
+
+def joint_norm_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
+    """The norms of q and k of layer i, all heads together: whole on every device, whatever heads it has."""
+    heads = unpadded(config.attention[i])
+    return {
+        "q_norm": layer_norm(config, i, "self_attn.q_norm", "attn_q_norm", heads.num_heads * heads.head_dim),
+        "k_norm": layer_norm(config, i, "self_attn.k_norm", "attn_k_norm", heads.num_kv_heads * heads.head_dim),
+    }
+
+
+def layer_norm(config: ModelConfig, i: int, name: str, gguf_name: str, size: int | None = None) -> WeightSpec:
+    """The weights of one norm of layer i, as many as the model is wide unless a size is given."""
+    shape = (config.hidden_size if size is None else size,)
+    tensor = layer_tensor(i, f"{name}.weight", f"{gguf_name}.weight", shape)
+    return vector(tensor._replace(gguf_added=config.norm_offset))
 
 
 def layer_tensor(i: int, name: str, gguf_name: str, shape: Shape, rotary_heads: int | None = None) -> TensorSpec:
@@ -107,30 +158,31 @@ def qkv_tensors(config: ModelConfig, i: int, kind: str, *, gguf_permuted: bool =
 
 def vector(tensor: TensorSpec) -> WeightSpec:
     """An array that is one tensor as it stands, whole on every device."""
-    return WeightSpec(tensor.shape, (None,) * len(tensor.shape), (tensor,), _as_it_is)
+    return WeightSpec(tensor.shape, (None,) * len(tensor.shape), (tensor,), as_it_is)
 
 
-def join_qkv(tensors: Sequence[np.ndarray], *, num_kv_heads: int, head_dim: int) -> np.ndarray:
+def join_qkv(tensors: Sequence[Tensor], *, num_kv_heads: int, head_dim: int) -> Tensor:
     """`[*in, K, (G+2)*H]` from q, k and v, `[heads*H, *in]`: for each KV head its query heads, its key, its value."""
     inner = tensors[0].shape[1:]
     parts = [tensor.T.reshape(*inner, num_kv_heads, -1, head_dim) for tensor in tensors]
-    return np.concatenate(parts, axis=-2).reshape(*inner, num_kv_heads, -1)
+    return array_module(tensors).concatenate(parts, axis=-2).reshape(*inner, num_kv_heads, -1)
 
 
 def _vocabulary(name: str, gguf_name: str, shape: Shape, *, contracted_axis: int | None) -> WeightSpec:
     tensor = TensorSpec(name, gguf_name, shape)
-    return WeightSpec(shape, ("vocab", None), (tensor,), _as_it_is, contracted_axis)
+    return WeightSpec(shape, ("vocab", None), (tensor,), as_it_is, contracted_axis)
 
 
-def _as_it_is(tensors: Sequence[np.ndarray]) -> np.ndarray:
+def as_it_is(tensors: Sequence[Tensor]) -> Tensor:
+    """For `join`: an array that is one tensor."""
     (tensor,) = tensors
     return tensor
 
 
-def _transpose(tensors: Sequence[np.ndarray]) -> np.ndarray:
+def _transpose(tensors: Sequence[Tensor]) -> Tensor:
     (tensor,) = tensors
     return tensor.T
 
 
-def _stack_columns(tensors: Sequence[np.ndarray]) -> np.ndarray:
-    return np.stack([tensor.T for tensor in tensors], axis=1)
+def _stack_columns(tensors: Sequence[Tensor]) -> Tensor:
+    return array_module(tensors).stack([tensor.T for tensor in tensors], axis=1)

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from quire.config import AttentionConfig, ModelConfig
-from quire.device.models.architecture import Architecture, read_config
-from quire.device.models.dense import attention_weights, decoder_weights, join_qkv, mlp_weights, qkv_tensors
+from quire.device.models.architecture import Architecture, layer_kinds, read_config
+from quire.device.models.dense import attention_weights, decoder_weights, mlp_weights, qkv_bias_weights
 from quire.device.models.layers import decoder_layer
 from quire.device.models.weight_specs import WeightSpec
 
@@ -17,14 +17,12 @@ def windows_on_upper_layers(
 ) -> tuple[AttentionConfig, ...]:
     """Each layer's attention: a window where `layer_types` says so, or without it from `max_window_layers` on."""
     windowed = replace(plain, window=hf.get("sliding_window") if hf.get("use_sliding_window") else None)
-    kinds, first = hf.get("layer_types"), hf.get("max_window_layers", num_layers)
-    if kinds is None:
-        if not isinstance(first, int):
-            raise ValueError(f"config.json: max_window_layers={first!r} must be a whole number")
-        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise ValueError(f"config.json: layer_types must be a list of {num_layers} names")
-    return tuple(windowed if kind == "sliding_attention" else plain for kind in kinds)
+    first = hf.get("max_window_layers", num_layers)
+    if not isinstance(first, int):
+        raise ValueError(f"config.json: max_window_layers={first!r} must be a whole number")
+    return tuple(
+        windowed if is_windowed else plain for is_windowed in layer_kinds(hf, num_layers, lambda i: i >= first)
+    )
 
 
 def _config(hf: Mapping[str, Any]) -> ModelConfig:
@@ -32,15 +30,7 @@ def _config(hf: Mapping[str, Any]) -> ModelConfig:
 
 
 def _layer_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
-    attention = config.attention[i]
-    K, H = attention.num_kv_heads, attention.head_dim
-    bias = WeightSpec(
-        (K, (attention.group_size + 2) * H),
-        ("kv_heads", None),
-        qkv_tensors(config, i, "bias"),
-        partial(join_qkv, num_kv_heads=K, head_dim=H),
-    )
-    return attention_weights(config, i) | {"qkv_bias": bias} | mlp_weights(config, i)
+    return attention_weights(config, i) | qkv_bias_weights(config, i) | mlp_weights(config, i)
 
 
 ARCHITECTURE = Architecture(

@@ -5,8 +5,9 @@ from functools import partial
 from typing import Any
 
 from quire.config import ModelConfig
+from quire.device.models import dense
 from quire.device.models.architecture import Architecture, read_config
-from quire.device.models.dense import attention_weights, decoder_weights, layer_tensor, mlp_weights, vector
+from quire.device.models.dense import decoder_weights, mlp_weights
 from quire.device.models.layers import decoder_layer
 from quire.device.models.qwen2 import windows_on_upper_layers
 from quire.device.models.weight_specs import WeightSpec
@@ -16,13 +17,13 @@ def _config(hf: Mapping[str, Any]) -> ModelConfig:
     return read_config(hf, "qwen3", layers=partial(windows_on_upper_layers, hf))
 
 
+def attention_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
+    """Those of every decoder, and the norms of q and k."""
+    return dense.attention_weights(config, i) | dense.head_norm_weights(config, i)
+
+
 def _layer_weights(config: ModelConfig, i: int) -> dict[str, WeightSpec]:
-    shape = (config.attention[i].head_dim,)
-    norms = {
-        "q_norm": vector(layer_tensor(i, "self_attn.q_norm.weight", "attn_q_norm.weight", shape)),
-        "k_norm": vector(layer_tensor(i, "self_attn.k_norm.weight", "attn_k_norm.weight", shape)),
-    }
-    return attention_weights(config, i) | norms | mlp_weights(config, i)
+    return attention_weights(config, i) | mlp_weights(config, i)
 
 
 ARCHITECTURE = Architecture(

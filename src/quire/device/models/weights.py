@@ -3,7 +3,9 @@
 Tensors are joined, cast and put on the mesh one array at a time: beside the model itself, host memory holds one array.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,10 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quire.config import ModelConfig
-from quire.device.linear import MatmulKind, convert
-from quire.device.mesh import place
+from quire.device.linear import MatmulKind, Transposed, convert, convert_spec, restore
+from quire.device.mesh import ArraySpec, make_row_major, place, row_major, sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params
+from quire.device.models.padding import Padding, padded_specs
+from quire.device.models.tensors import Tensors, check_tensors, read_tensor
 from quire.device.models.weight_specs import TensorSpec, WeightSpec, WeightSpecs
 
 ReadTensor = Callable[[TensorSpec], np.ndarray]
@@ -31,21 +35,25 @@ def load_params(
     config: ModelConfig, read: ReadTensor, *, mesh: Mesh, dtype: str, progress: Callable[[int, int], None] | None = None
 ) -> Params:
     """Read every tensor of a model and place it. `progress(done, total)` is called after each layer."""
-    numpy_dtype = np.dtype(jnp.dtype(dtype))
 
-    def load(spec: WeightSpec) -> jax.Array:
-        array = spec.join([_read(read, tensor).astype(numpy_dtype) for tensor in spec.tensors])
-        return place(mesh, np.ascontiguousarray(array), *spec.axes)
+    def load(padding: Padding) -> jax.Array:
+        return place(mesh, join_tensors(padding.public, read, dtype), *padding.axes)
 
-    specs = weight_specs(config)
-    layers = specs.pop("layers")
-    params: Params = {name: load(spec) for name, spec in specs.items()}
+    paddings = _paddings(config, mesh)
+    layers = paddings.pop("layers")
+    params: Params = {name: load(padding) for name, padding in paddings.items()}
     params["layers"] = []
     for i, layer in enumerate(layers):
-        params["layers"].append({name: load(spec) for name, spec in layer.items()})
+        params["layers"].append({name: load(padding) for name, padding in layer.items()})
         if progress:
             progress(i + 1, config.num_layers)
     return params
+
+
+def join_tensors(spec: WeightSpec, read: ReadTensor, dtype: str) -> np.ndarray:
+    """One array of a model from the tensors it is made of: a copy, in the type it will have."""
+    numpy_dtype = np.dtype(jnp.dtype(dtype))
+    return np.ascontiguousarray(spec.join([_read(read, tensor).astype(numpy_dtype) for tensor in spec.tensors]))
 
 
 def _read(read: ReadTensor, tensor: TensorSpec) -> np.ndarray:
@@ -55,24 +63,30 @@ def _read(read: ReadTensor, tensor: TensorSpec) -> np.ndarray:
     return values
 
 
-def params_from_tensors(
-    config: ModelConfig, tensors: Mapping[str, Any], *, mesh: Mesh, dtype: str = "bfloat16"
-) -> Params:
-    """A model's arrays from tensors already in this program, under their Hugging Face names."""
+def params_from_tensors(config: ModelConfig, tensors: Tensors, *, mesh: Mesh, dtype: str = "bfloat16") -> Params:
+    """A model's arrays, cast and placed, from tensors already in this program under their Hugging Face names."""
+    check_tensors(config, weight_specs(config), tensors)
+    return load_params(config, partial(read_tensor, tensors), mesh=mesh, dtype=dtype)
 
-    def read(tensor: TensorSpec) -> np.ndarray:
-        if tensor.name not in tensors:
-            raise ValueError(f"tensors has no {tensor.name!r}")
-        return np.asarray(tensors[tensor.name])
 
-    return load_params(config, read, mesh=mesh, dtype=dtype)
+def arrays_from_tensors(config: ModelConfig, tensors: Tensors, *, dtype: str) -> Params:
+    """The same, one by one: a tree whose leaves are functions, each of which makes its array on the host."""
+    specs = weight_specs(config)
+    check_tensors(config, specs, tensors)
+    return jax.tree.map(lambda spec: partial(join_tensors, spec, partial(read_tensor, tensors), dtype), specs)
+
+
+def params_shardings(config: ModelConfig, mesh: Mesh) -> Params:
+    """Where each array of the public layout lies on a mesh, in the place of the array."""
+    return jax.tree.map(lambda padding: sharding(mesh, *padding.axes), _paddings(config, mesh))
 
 
 def check_params(config: ModelConfig, params: Params, *, dtype: str) -> None:
     """Raise unless these are all the arrays of a model and no others, each of the right shape and type and alive."""
     wanted = dict(jax.tree_util.tree_leaves_with_path(weight_specs(config)))
     given = dict(jax.tree_util.tree_leaves_with_path(params))
-    for path in wanted.keys() ^ given.keys():
+    if other := [path for path in (*given, *wanted) if (path in given) != (path in wanted)]:
+        path = other[0]
         state = "missing" if path in wanted else "not part of this model"
         raise ValueError(f"params{jax.tree_util.keystr(path)} is {state}; see docs/weights.md for the layout")
     for path, spec in wanted.items():
@@ -92,53 +106,104 @@ def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str)
     An array that is in its place stays there, without a copy.
     """
     check_params(config, params, dtype=dtype)
-    specs = dict(jax.tree_util.tree_leaves_with_path(weight_specs(config)))
-    return jax.tree_util.tree_map_with_path(lambda path, array: place(mesh, array, *specs[path].axes), params)
+    paddings = dict(jax.tree_util.tree_leaves_with_path(_paddings(config, mesh)))
+    return jax.tree_util.tree_map_with_path(lambda path, array: place(mesh, array, *paddings[path].axes), params)
 
 
 # -- from the public layout to what runs -------------------------------------------------------------------------
 
 
-def prepare(config: ModelConfig, params: Params, kind: MatmulKind) -> Params:
-    """The weights a model runs on, from those of the public layout; a tied output head gets an entry of its own.
+def prepare(config: ModelConfig, params: Params, *, mesh: Mesh, kind: MatmulKind) -> Params:
+    """The weights a model runs on, from those of the public layout as they were placed on this mesh.
+
+    What does not divide over the devices is padded; a tied output head gets an entry of its own.
 
     Takes the arrays out of `params` one at a time: memory that nobody else holds is free before the next is made. What
     stays as it is shares memory with the caller's.
     """
     ready: Params = {"layers": [{} for _ in params["layers"]]}
-    specs = weight_specs(config)
-    for wanted, given, made in zip(*map(_dicts, (specs, params, ready)), strict=True):
-        for name in [name for name in wanted if name != "layers"]:
-            made[name] = _prepare_array(wanted[name], given.pop(name), kind)
+    for name, padding, given, made in _each_array(config, mesh, params, ready):
+        made[name] = _prepare_array(padding, given.pop(name), kind)
     params.clear()
     if config.tie_embeddings:
         ready["unembed"] = convert(ready["embed"], 1, kind)
     return jax.block_until_ready(ready)
 
 
-def replace_params(config: ModelConfig, ready: Params, params: Params, *, mesh: Mesh, kind: MatmulKind) -> None:
-    """Put weights that `check_params` accepts into the place of those in `ready`, which `prepare` made.
+def abstract_params(config: ModelConfig, *, mesh: Mesh, dtype: str, kind: MatmulKind) -> Params:
+    """The shape, type and placement of every array that `prepare` makes, in the place of the array."""
 
-    Each old array is released as soon as its successor is made: beside `ready` and the caller's arrays there is never
-    more than one, and a second while one of the caller's that is not on the mesh is put there. The caller's are copied
-    and stay the caller's. When this ends in the middle (no memory, Ctrl-C),
-    `ready` has some of either and must be replaced again before it is of use.
+    def abstract(spec: WeightSpec) -> Any:
+        array = ArraySpec(spec.shape, np.dtype(jnp.dtype(dtype)), spec.axes)
+        if spec.contracted_axis is None:
+            placed = row_major(sharding(mesh, *array.axes), len(array.shape))
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=placed)
+        arrays = convert_spec(array, spec.contracted_axis, kind, mesh)
+        return jax.tree.map(lambda array: array.on(mesh), arrays, is_leaf=lambda x: isinstance(x, ArraySpec))
+
+    specs = padded_specs(config, mesh)
+    params = jax.tree.map(abstract, specs)
+    if config.tie_embeddings:
+        is_new = kind.converts(len(specs["embed"].shape), 1)
+        params["unembed"] = (
+            abstract(replace(specs["embed"], contracted_axis=1)) if is_new else Transposed(params["embed"])
+        )
+    return params
+
+
+def replace_params(
+    config: ModelConfig, ready: Params, params: Params, *, mesh: Mesh, kind: MatmulKind, copy: bool = True
+) -> None:
+    """Put other weights into the place of those in `ready`, which `prepare` made.
+
+    `params` are arrays that `check_params` accepts, or what `arrays_from_tensors` made. What is packed or quantised is
+    made in the memory of its predecessor. Any other old array is released as soon as its successor is there: beside
+    `ready` and the caller's arrays there is never more than one, and a second while it is padded or one of the caller's
+    is put on the mesh. With `copy` the caller's stay the caller's; without, those that need no change are used as they
+    are. When this ends in the middle (no memory, Ctrl-C), `ready` has some of either and must be replaced again before
+    it is of use.
     """
-    for wanted, given, made in zip(*map(_dicts, (weight_specs(config), params, ready)), strict=True):
+    for name, padding, given, made in _each_array(config, mesh, params, ready):
+        is_ours = callable(given[name])
+        placed = place(mesh, given[name]() if is_ours else given[name], *padding.axes)
+        axis = padding.public.contracted_axis
+        is_converted = axis is not None and kind.converts(len(padding.public.shape), axis)
+        must_copy = copy or isinstance(given[name], np.ndarray)  # numpy's memory may be written to unseen
+        if must_copy and not (is_ours or padding.is_needed or is_converted):
+            placed = jnp.copy(placed)
+        made[name] = jax.block_until_ready(_prepare_array(padding, placed, kind, made.pop(name, None)))
+        del placed  # before the next one is there
+        if name == "embed" and config.tie_embeddings:
+            made["unembed"] = convert(made["embed"], 1, kind, made.pop("unembed", None))
+
+
+def restore_params(config: ModelConfig, ready: Params, *, mesh: Mesh) -> Params:
+    """The weights of the public layout from which `prepare` made `ready`, as copies; ValueError if quantised."""
+    restored: Params = {"layers": [{} for _ in ready["layers"]]}
+    for name, padding, given, made in _each_array(config, mesh, ready, restored):
+        axis, shape = padding.padded.contracted_axis, padding.padded.shape
+        array = jnp.copy(given[name]) if axis is None else restore(given[name], axis, shape)
+        made[name] = jax.block_until_ready(padding.undo(array))
+        del array  # before the next one is there
+    return restored
+
+
+def _paddings(config: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """A tree like that of the params, with a `Padding` for each array."""
+    return jax.tree.map(partial(Padding, mesh), weight_specs(config), padded_specs(config, mesh))
+
+
+def _each_array(
+    config: ModelConfig, mesh: Mesh, given: Params, made: Params
+) -> Iterator[tuple[str, Padding, Params, Params]]:
+    """Every array of a model: its name, its padding, and the dicts of two trees that have it or will."""
+    paddings = _paddings(config, mesh)
+    trees = ([tree, *tree["layers"]] for tree in (paddings, given, made))
+    for wanted, from_, to in zip(*trees, strict=True):
         for name in [name for name in wanted if name != "layers"]:
-            spec = wanted[name]
-            placed = place(mesh, given[name], *spec.axes)
-            is_new = spec.contracted_axis is not None and kind.converts
-            made[name] = jax.block_until_ready(_prepare_array(spec, placed if is_new else jnp.copy(placed), kind))
-            del placed  # before the next one is there
-            if name == "embed" and config.tie_embeddings:
-                made["unembed"] = convert(made["embed"], 1, kind)
+            yield name, wanted[name], from_, to
 
 
-def _dicts(tree: Params) -> list[Params]:
-    """The dicts of a tree that have arrays in them: the model's own, then each layer's."""
-    return [tree, *tree["layers"]]
-
-
-def _prepare_array(spec: WeightSpec, array: jax.Array, kind: MatmulKind) -> Any:
-    return array if spec.contracted_axis is None else convert(array, spec.contracted_axis, kind)
+def _prepare_array(padding: Padding, array: jax.Array, kind: MatmulKind, into: Any = None) -> Any:
+    padded, axis = padding.apply(array), padding.padded.contracted_axis
+    return make_row_major(padded) if axis is None else convert(padded, axis, kind, into)

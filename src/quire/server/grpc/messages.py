@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from quire.async_llm.stream import Stream
+from quire.async_llm.updates import Update
 from quire.core.sequence import TokenLogprob
 from quire.core.stopping import FinishReason
 from quire.server.errors import ApiError
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.openai import schema
-from quire.server.stream import Stream, Update
+from quire.server.openai.embeddings import Embedded
 
 PROMPTS = ("text", "token_ids", "chat")
 FINISH_REASONS = {str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
@@ -61,6 +64,22 @@ def read_request(
     return msgspec.convert(fields, schema.CompletionRequest)
 
 
+def read_embed_request(request: pb.EmbedRequest, *, model: str, max_model_len: int) -> schema.EmbeddingsRequest:
+    """Convert a request to the body that HTTP would have had; raises the errors that HTTP would have had."""
+    fields: dict[str, Any] = {"model": request.model or model, "encoding_format": "base64"}  # for the limit of bytes
+    for name in ("dimensions", "priority"):
+        if request.HasField(name):
+            fields[name] = getattr(request, name)
+    if request.cache_salt:
+        fields["cache_salt"] = request.cache_salt
+    if request.HasField("texts"):
+        fields["input"] = list(_few("input", request.texts.texts, schema.MAX_INPUTS))
+    if request.HasField("token_ids"):
+        lists = _few("input", request.token_ids.lists, schema.MAX_INPUTS)
+        fields["input"] = [list(_few("input", one.ids, max_model_len)) for one in lists]
+    return msgspec.convert(fields, schema.EmbeddingsRequest)
+
+
 def _few[T](name: str, values: T, limit: int = schema.MAX_MESSAGES) -> T:
     """The values themselves, unless there are more than any type allows: millions fit into a message."""
     if (count := len(values)) > limit:  # pyright: ignore[reportArgumentType]
@@ -70,6 +89,11 @@ def _few[T](name: str, values: T, limit: int = schema.MAX_MESSAGES) -> T:
 
 
 def _form(form: pb.StructuredOutputs) -> dict[str, Any]:
+    compact = {"compact": form.compact} if form.HasField("compact") else {}
+    return _value(form) | compact
+
+
+def _value(form: pb.StructuredOutputs) -> dict[str, Any]:
     kind = form.WhichOneof("form")
     if kind is None:
         return {}
@@ -113,6 +137,17 @@ def usage_message(stream: Stream) -> pb.Usage:
         completion_tokens=stream.num_output_tokens,
         cached_tokens=stream.num_cached_tokens,
     )
+
+
+def embedding_message(embedding_D: np.ndarray) -> pb.Embedding:
+    """The message for the embedding of one prompt."""
+    return pb.Embedding(values=embedding_D.tolist())
+
+
+def embed_response(embedded: Embedded[pb.Embedding]) -> pb.EmbedResponse:
+    """The message for the embeddings of all prompts."""
+    usage = pb.Usage(prompt_tokens=embedded.num_prompt_tokens, cached_tokens=embedded.num_cached_tokens)
+    return pb.EmbedResponse(embeddings=embedded.vectors, usage=usage)
 
 
 def _update_fields(update: Update) -> dict[str, Any]:

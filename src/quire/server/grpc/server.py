@@ -18,12 +18,17 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from quire import __version__
+from quire.async_llm.stream import Stream
+from quire.async_llm.updates import UpdateBuffer
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.grpc.messages import (
+    embed_response,
+    embedding_message,
     output_message,
     parse,
     prompt_logprobs,
+    read_embed_request,
     read_request,
     update_message,
     usage_message,
@@ -31,9 +36,9 @@ from quire.server.grpc.messages import (
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.keys import Keys
 from quire.server.openai import schema
+from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.parse import parse_chat, parse_completion
 from quire.server.service import Caller, Service
-from quire.server.stream import Stream, UpdateBuffer
 
 NAME = pb.DESCRIPTOR.services_by_name["Quire"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -291,6 +296,7 @@ class Methods(Calls):
         return {
             "Generate": self._handler(f"/{NAME}/Generate", pb.GenerateRequest, self.generate),
             "Run": self._handler(f"/{NAME}/Run", pb.GenerateRequest, self.run),
+            "Embed": self._handler(f"/{NAME}/Embed", pb.EmbedRequest, self.embed),
             "Abort": self._handler(f"/{NAME}/Abort", pb.AbortRequest, self.abort),
             "GetModel": self._handler(f"/{NAME}/GetModel", pb.GetModelRequest, self.get_model),
         }
@@ -322,6 +328,14 @@ class Methods(Calls):
                 prompt_logprobs=prompt_logprobs(stream),
             )
         await self._write(call, message)
+
+    async def embed(self, request: pb.EmbedRequest, call: Call) -> None:
+        """Embed prompts; sends one message once all of them are there."""
+        service = self._service
+        body = read_embed_request(request, model=service.model_name, max_model_len=service.max_model_len)
+        parsed = await parse_embeddings(service, body, self._caller(call))
+        embedded = await parsed.run(service, embedding_message, self._timeout_s(call))
+        await self._write(call, embed_response(embedded))
 
     async def abort(self, request: pb.AbortRequest, call: Call) -> None:
         """End the caller's requests of this id."""

@@ -11,24 +11,31 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from quire.server.admission import OverloadError, UnavailableError
+from quire.async_llm.errors import GenerationError, OverloadError
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http.guard import Guard
+from quire.server.http.origins import AllowedOrigins
 from quire.server.keys import Keys
-from quire.server.stream import StreamError
 
 
-def guarded(routes: Sequence[Route], keys: Keys, config: ServerConfig, *, public: frozenset[str]) -> Guard:
-    """The application of one port; `public` are the paths that need no key."""
+def guarded(
+    routes: Sequence[Route],
+    keys: Keys,
+    config: ServerConfig,
+    *,
+    public: frozenset[str],
+    origins: Sequence[str] = (),
+) -> Guard:
+    """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask."""
     # By name, because Starlette raises again what only `Exception` catches.
     kinds = (
-        ApiError, OverloadError, UnavailableError, StreamError, ClientDisconnect, RecursionError, ValueError, Exception,
+        ApiError, OverloadError, GenerationError, ClientDisconnect, RecursionError, ValueError, Exception,
     )  # fmt: skip
     handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, keys, config, public)
+    return Guard(app, keys, config, public, AllowedOrigins(origins))
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

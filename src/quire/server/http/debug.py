@@ -6,14 +6,10 @@ into it, and every number it shows is fetched with that key.
 """
 
 import asyncio
-import base64
-import hashlib
 import logging
 import re
 import time
 from dataclasses import asdict
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import msgspec
@@ -23,19 +19,20 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.async_llm.stream import Stream
 from quire.core.errors import AuditError
-from quire.core.page_map import PoolSnapshot, SequenceSnapshot, snapshot
+from quire.core.page_map import PoolSnapshot, SequenceSnapshot, Snapshot, snapshot
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.application import guarded, json_response
 from quire.server.http.guard import Guard
+from quire.server.http.pages import page_response
 from quire.server.keys import Keys
 from quire.server.observe.shared_reading import SharedReading
 from quire.server.observe.trace_log import LONGEST_S, TraceLog
 from quire.server.service import Service
-from quire.server.stream import Stream
 
 SHELL = frozenset({"/debug"})
 """The one route of this port that needs no key."""
@@ -83,23 +80,17 @@ class Admin:
 
     async def shell(self, request: HttpRequest) -> Response:
         """`/debug`: the page, without data."""
-        html, policy = _shell()
-        headers = {
-            "Content-Security-Policy": policy,
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-        }
-        return Response(html, media_type="text/html", headers=headers)
+        return page_response("debug.html")
 
     async def pages(self, request: HttpRequest) -> Response:
         """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""
         return json_response(await self._shared.get())
 
     async def _read_pages(self) -> bytes:
-        def take(engine: Engine) -> tuple[EngineStats, PoolSnapshot]:
+        def take(engine: Engine) -> tuple[EngineStats, Snapshot]:
             return engine.stats(), snapshot(engine.scheduler, MAX_WAITING)
 
-        stats, pool = await self._call(take, ENGINE_TIMEOUT_S)
+        stats, taken = await self._call(take, ENGINE_TIMEOUT_S)
         engine, admission = self.service.engine, self.service.engine.admission
         server = {
             "model": self.service.model_name,
@@ -112,22 +103,19 @@ class Admin:
             "failed_steps": engine.num_failed_steps,
         }
         # Off the event loop: of a large pool this takes as long as a step.
-        return await asyncio.to_thread(self._describe, server, stats, pool, engine.streams)
+        return await asyncio.to_thread(self._describe, server, stats, taken, engine.streams)
 
-    def _describe(self, server: dict, stats: EngineStats, pool: PoolSnapshot, streams: list[Stream]) -> bytes:
+    def _describe(self, server: dict, stats: EngineStats, taken: Snapshot, streams: list[Stream]) -> bytes:
         now = time.monotonic()
         ages = {stream.request.id: now - stream.times.arrived for stream in streams}
         view = {
             "time": round(time.time(), 3),
             "server": server,
             "stats": asdict(stats),
-            "page_size": pool.page_size,
-            "sequences": [_sequence(one, ages.get(one.request_id)) for one in pool.sequences],
-            "num_waiting": pool.num_waiting,
-            "tiers": {
-                "device": _tier(pool, pool.refcounts, "running", pool.idle, ages),
-                "host": _tier(pool, pool.host_refcounts, "swapped", pool.idle[:0], ages),
-            },
+            "page_size": taken.page_size,
+            "sequences": [_sequence(one, ages.get(one.request_id)) for one in taken.sequences],
+            "num_waiting": taken.num_waiting,
+            "pools": [_pool(taken, number, ages) for number in range(len(taken.pools))],
             "history": self.trace_log.history(now),
         }
         return msgspec.json.encode(view)
@@ -155,14 +143,14 @@ class Admin:
 
     async def abort_all(self, request: HttpRequest) -> Response:
         """`/admin/abort_all`: every request ends with an error; new ones are taken as before."""
-        aborted = self.service.engine.abort_all()
+        aborted = self.service.abort_all()
         _log.info("all requests aborted", extra={"requests": aborted})
         return json_response({"aborted_requests": aborted})
 
     async def abort(self, request: HttpRequest) -> Response:
         """`/admin/abort`: one request ends with an error."""
         body = msgspec.json.decode(await request.body(), type=AbortRequest)
-        if not self.service.engine.abort(body.request_id):
+        if not self.service.abort(body.request_id):
             raise ApiError(404, "there is no such request", param="request_id")
         _log.info("request aborted")
         return json_response({"aborted_requests": 1})
@@ -203,37 +191,49 @@ def _sequence(one: SequenceSnapshot, age_s: float | None) -> dict[str, Any]:
         "computed_tokens": one.num_computed,
         "cached_tokens": one.num_cached_tokens,
         "preemptions": one.preemptions,
-        "pages": len(one.pages) // 4,
+        "pages": sum(len(pages) // 4 for _, pages in one.tables),
     }
 
 
-def _tier(pool: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarray, ages: dict[str, float]) -> dict:
-    """Columns of equal length, one entry for each page that is not free.
+def _pool(taken: Snapshot, number: int, ages: dict[str, float]) -> dict[str, Any]:
+    pool: PoolSnapshot = taken.pools[number]
+    return {
+        "window": pool.window,
+        "device": _tier(taken, number, pool.refcounts, "running", pool.idle, ages),
+        "host": _tier(taken, number, pool.host_refcounts, "swapped", pool.idle[:0], ages),
+    }
+
+
+def _tier(
+    taken: Snapshot, number: int, refcounts: np.ndarray, state: str, idle: np.ndarray, ages: dict[str, float]
+) -> dict[str, Any]:
+    """Columns of equal length, one entry for each page of a pool that is not free.
 
     The age of a page that is held is that of the request that has held it longest; one that only the prefix cache
     holds has a place in the order of eviction instead, 0 for the next to go.
     """
-    listed = np.flatnonzero(refcounts)[:MAX_PAGES]
+    size, listed = taken.page_size, np.flatnonzero(refcounts)[:MAX_PAGES]
     at = np.full(len(refcounts), -1, np.int64)
     at[listed] = np.arange(len(listed))
     owners: list[list[int]] = [[] for _ in listed]
     fill = np.zeros(len(listed), np.int64)
     age = np.full(len(listed), -1.0)
-    for number, one in enumerate(pool.sequences):
+    for owner, one in enumerate(taken.sequences):
         if one.state != state:
             continue
-        table = np.frombuffer(one.pages, np.int32)
-        filled = np.clip(one.num_computed - pool.page_size * np.arange(len(table)), 0, pool.page_size)
+        first, pages = one.tables[number]
+        table = np.frombuffer(pages, np.int32)
+        filled = np.clip(one.num_computed - size * np.arange(first, first + len(table)), 0, size)
         here = at[table]
         table_at, filled = here[here >= 0], filled[here >= 0]
         fill[table_at] = np.maximum(fill[table_at], filled)
         age[table_at] = np.maximum(age[table_at], ages.get(one.request_id, -1.0))
         for i in table_at.tolist():
-            owners[i].append(number)
+            owners[i].append(owner)
     eviction = np.full(len(listed), -1, np.int64)
     idle_at = at[idle]
     eviction[idle_at[idle_at >= 0]] = np.flatnonzero(idle_at >= 0)
-    fill[eviction >= 0] = pool.page_size
+    fill[eviction >= 0] = size
     return {
         "num_pages": len(refcounts),
         "is_complete": len(listed) == int(np.count_nonzero(refcounts)),
@@ -244,19 +244,3 @@ def _tier(pool: PoolSnapshot, refcounts: np.ndarray, state: str, idle: np.ndarra
         "age_s": [None if value < 0 else round(value, 2) for value in age.tolist()],
         "eviction": [None if value < 0 else value for value in eviction.tolist()],
     }
-
-
-@cache
-def _shell() -> tuple[str, str]:
-    """The page, and the policy that lets it run nothing but its own script and ask nobody but this server."""
-    html = files("quire.server.http").joinpath("debug.html").read_text(encoding="utf-8")
-
-    def source(tag: str) -> str:
-        (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-    policy = (
-        f"default-src 'none'; script-src {source('script')}; style-src {source('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    )
-    return html, policy

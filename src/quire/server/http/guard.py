@@ -1,6 +1,6 @@
 """Checks every request before its route: its key, where it comes from, how large it is and how fast it comes.
 
-Every route needs a key but for those listed here.
+Every route needs a key but for those listed here. A browser's question whether a page may ask (a preflight) has none.
 """
 
 import asyncio
@@ -13,10 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
+from quire.server.http.origins import PREFLIGHT, AllowedOrigins
+from quire.server.http.request_body import HEADER as IGNORED_FIELDS
 from quire.server.keys import Keys
 from quire.server.service import Caller
 
-PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+PAGES = frozenset({"/", "/docs"})
+"""Pages for people: what they show comes with a key, or is the same of every server."""
+PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics", "/openapi.json"}) | PAGES
 """Routes that need no key."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ONCE = frozenset(
@@ -33,11 +37,15 @@ _log = logging.getLogger("quire.access")
 class Guard:
     """An ASGI application that lets requests with a valid key through to another one."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str], origins: AllowedOrigins
+    ) -> None:
         self._app = app
+        self._origins = origins
         self._public = public
         self._keys = keys
         self._config = config
+        self._names = LOCAL_NAMES | {config.host, *config.allow_host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let a request through, or refuse it."""
@@ -47,18 +55,25 @@ class Guard:
         if scope["type"] != "http":  # a websocket: there are none
             await send({"type": "websocket.close", "code": 1008})
             return
-        start, status = time.perf_counter(), 0
+        start, status, added = time.perf_counter(), 0, list(ALWAYS)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 named = {name.lower() for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(one for one in ALWAYS if one[0] not in named)]
+                if ignored := scope.get("state", {}).get("ignored_fields"):
+                    added.append((IGNORED_FIELDS.encode(), ", ".join(ignored).encode()))
+                message["headers"] = [*message["headers"], *(one for one in added if one[0] not in named)]
             await send(message)
 
         try:
             headers = _headers(scope)
+            added += self._origins.headers(headers)
+            if self._origins.is_preflight(scope["method"], headers):
+                await watched({"type": "http.response.start", "status": 204, "headers": list(PREFLIGHT)})
+                await watched({"type": "http.response.body", "body": b""})
+                return
             caller = self._check(scope, headers)
             scope.setdefault("state", {})["caller"] = caller
             await self._app(scope, _Body(receive, self._config).receive, watched)
@@ -86,12 +101,7 @@ class Guard:
 
     def _authenticate(self, headers: dict[str, str]) -> Caller:
         if not len(self._keys):
-            # Anybody on this machine may ask, but not a web page that happens to be open on it.
-            origin = headers.get("origin")
-            names = [_host_name(f"//{headers.get('host', '')}")]
-            names += [_host_name(origin)] if origin is not None else []
-            if not all(name in LOCAL_NAMES or name == self._config.host for name in names):
-                raise ApiError(403, "this server has no key and serves its own machine only", code="not_local")
+            self._check_local(headers)
             return Caller()
         tenant = self._keys.find_bearer(headers.get("authorization", ""))
         if tenant is None:
@@ -102,6 +112,15 @@ class Guard:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return Caller(tenant)
+
+    def _check_local(self, headers: dict[str, str]) -> None:
+        """Without keys anybody on this machine may ask, but not a web page that happens to be open on it."""
+        why = "this server has no key and serves its own machine only; "
+        if _host_name(f"//{headers.get('host', '')}") not in self._names:
+            raise ApiError(403, why + "--allow-host NAME lets it be used under another name", code="not_local")
+        origin = headers.get("origin")
+        if origin is not None and _host_name(origin) not in self._names and origin not in self._origins:
+            raise ApiError(403, why + "--allow-origin ORIGIN lets a web page use it", code="not_local")
 
 
 class _Body:

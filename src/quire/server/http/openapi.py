@@ -1,46 +1,100 @@
-"""The OpenAPI document, generated from the types of `schema`, so that both state the same limits."""
+"""The OpenAPI document, generated from the types of `schema`, so that both state the same limits.
 
+What a field does is said once, in the docstring below it in `schema` or in `SamplingParams`.
+"""
+
+import ast
+import dataclasses
+import inspect
+import itertools
+import textwrap
 from functools import cache
 from typing import Any
 
 import msgspec
 
 from quire import __version__
+from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.http.guard import PUBLIC
+from quire.server.http.request_body import HEADER
+from quire.server.http.response_schemas import ERROR, RESPONSES
 from quire.server.openai import schema
 
 POSTS = {
     "/v1/completions": schema.CompletionRequest,
     "/v1/chat/completions": schema.ChatRequest,
+    "/v1/responses": schema.ResponsesRequest,
+    "/v1/embeddings": schema.EmbeddingsRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
 }
-GETS = ("/v1/models", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json")
+GETS = {
+    "/v1/models": "The one model that is served.",
+    "/v1/models/{name}": "The model, if it has this name.",
+    "/health": "Whether the engine steps.",
+    "/livez": "Whether the process responds.",
+    "/readyz": "Whether a request would be taken.",
+    "/metrics": "Numbers for Prometheus.",
+    "/version": "The version of Quire.",
+    "/openapi.json": "This document.",
+    "/": "A page to chat on, for people.",
+    "/docs": "This document, for people.",
+}
+SUMMARIES = {
+    "/v1/completions": "Continue prompts.",
+    "/v1/chat/completions": "Answer a conversation, by the model's own chat template.",
+    "/v1/responses": "Answer a conversation, in the shape of OpenAI's Responses API. Nothing is stored.",
+    "/v1/embeddings": "Embed prompts: one vector for each.",
+    "/tokenize": "Text to token ids.",
+    "/detokenize": "Token ids to text.",
+}
+EXAMPLES = {
+    "/v1/completions": {"model": "smollm2", "prompt": "The capital of France is", "max_tokens": 12, "temperature": 0},
+    "/v1/chat/completions": {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 24,
+        "stream": True,
+    },
+    "/v1/responses": {"model": "smollm2", "input": "What is the capital of France?", "max_output_tokens": 24},
+    "/v1/embeddings": {"model": "smollm2", "input": ["The capital of France", "Paris"]},
+    "/tokenize": {"prompt": "Hello"},
+    "/detokenize": {"tokens": [19556]},
+}
 ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
+ABOUT = f"""OpenAI's API for one model, and what Quire adds to it. A key, where the server has keys, goes into the
+header `Authorization: Bearer KEY`. A field of a request that is not listed here is ignored and named in the header
+`{HEADER}` of the response (with `--strict-fields` it is an error); `null` is the same as leaving a field out."""
 
 
 @cache
 def openapi() -> dict[str, Any]:
     """All routes of the public port."""
     _, components = msgspec.json.schema_components(POSTS.values(), ref_template="#/components/schemas/{name}")
-    error = {"description": "an error", "content": {"application/json": {"schema": _ERROR}}}
+    _describe_fields(components)
+    error = {"description": "an error", "content": {"application/json": {"schema": ERROR}}}
     errors = {str(status): error for status in ERRORS}
     paths: dict[str, Any] = {}
     for path, kind in POSTS.items():
-        body = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        response = {"description": "the response, or its events"}
+        body: dict[str, Any] = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+        if path in EXAMPLES:
+            body["example"] = EXAMPLES[path]
         paths[path] = {
-            "post": {"requestBody": {"required": True, "content": body}, "responses": {"200": response} | errors}
+            "post": {
+                "summary": SUMMARIES.get(path, kind.__doc__),
+                "requestBody": {"required": True, "content": {"application/json": body}},
+                "responses": {"200": _response(path)} | errors,
+            }
         }
-    for path in GETS:
-        paths[path] = {"get": {"responses": {"200": {"description": "the response"}, **errors}}}
+    for path, summary in GETS.items():
+        paths[path] = {"get": {"summary": summary, "responses": {"200": _response(path)} | errors}}
         if path in PUBLIC:
             paths[path]["get"]["security"] = []
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{name}"] = {"get": paths["/v1/models"]["get"] | {"parameters": [name]}}
+    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Quire", "version": __version__},
+        "info": {"title": "Quire", "version": __version__, "description": " ".join(ABOUT.split())},
         "paths": paths,
         "components": {
             "schemas": components,
@@ -50,20 +104,45 @@ def openapi() -> dict[str, Any]:
     }
 
 
-_NULLABLE = {"type": ["string", "null"]}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _NULLABLE,
-                "code": _NULLABLE,
-            },
-        }
-    },
-}
+@cache
+def openapi_json() -> bytes:
+    """The document as it is sent: encoded once, because anybody may ask for it."""
+    return msgspec.json.encode(openapi())
+
+
+def _response(path: str) -> dict[str, Any]:
+    if path not in RESPONSES:
+        return {"description": "the response"}
+    content: dict[str, Any] = {"application/json": {"schema": RESPONSES[path]}}
+    if path not in POSTS or "stream" not in POSTS[path].__struct_fields__:
+        return {"description": "the response", "content": content}
+    content["text/event-stream"] = {"schema": {"type": "string"}}
+    return {"description": "the response, or with `stream` its events", "content": content}
+
+
+def _describe_fields(components: dict[str, Any]) -> None:
+    sampling = field_texts(SamplingParams) | {declared.wire_name: declared.text for declared in DECLARED.values()}
+    for name, component in components.items():
+        texts = dict(sampling) if name.endswith("Request") else {}
+        texts |= field_texts(getattr(schema, name))
+        for field, one in component.get("properties", {}).items():
+            if field in texts:
+                one.setdefault("description", texts[field])
+
+
+def field_texts(kind: type) -> dict[str, str]:
+    """What the fields of a class are for: its docstrings below them, and the text of its dataclass fields."""
+    texts: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
+        except (OSError, TypeError):  # built in, made at run time, or installed without its source
+            continue
+        assert isinstance(tree.body[0], ast.ClassDef)
+        statements = tree.body[0].body
+        for field, below in itertools.pairwise(statements):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
+                texts[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
+    if dataclasses.is_dataclass(kind):
+        texts |= {one.name: one.metadata["text"] for one in dataclasses.fields(kind) if "text" in one.metadata}
+    return texts

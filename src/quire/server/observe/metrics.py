@@ -16,13 +16,14 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.async_llm.errors import UnavailableError
+from quire.async_llm.stream import Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
 from quire.server.observe.shared_reading import SharedReading
-from quire.server.stream import Stream
 
 if TYPE_CHECKING:
-    from quire.server.async_engine import AsyncEngine
+    from quire.async_llm import AsyncLLM
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -65,7 +66,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._engine: AsyncEngine | None = None
+        self._engine: AsyncLLM | None = None
         self._page: Collector = self.registry
         self._shared = SharedReading(self._read, READ_EVERY_S)
 
@@ -85,7 +86,7 @@ class Metrics:
             self._ends.labels(reason)
         ProcessCollector(registry=self.registry)
 
-    def watch(self, engine: "AsyncEngine", model_name: str) -> None:
+    def watch(self, engine: "AsyncLLM", model_name: str) -> None:
         """Read this engine from now on."""
         self._engine = engine
         self._collector = _EngineCollector(engine)
@@ -125,7 +126,7 @@ class Metrics:
 
     async def _read(self) -> bytes:
         if self._engine is not None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, UnavailableError):
                 self._collector.stats = await self._engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
         return await asyncio.to_thread(generate_latest, self._page)  # the event loop has streams to serve
 
@@ -133,7 +134,7 @@ class Metrics:
 class _EngineCollector(Collector):
     """Collects the engine's state as gauges and counters."""
 
-    def __init__(self, engine: "AsyncEngine") -> None:
+    def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
         self.stats: EngineStats | None = None
 
@@ -151,13 +152,13 @@ class _EngineCollector(Collector):
         yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
         if stats is None:
             return
-        held = stats.held_pages
-        yield _gauge("quire_pages", "pages of the pool", stats.num_pages)
+        yield _gauge("quire_pages", "pages of all pools", stats.num_pages)
         yield _gauge("quire_pages_free", "pages nobody holds", stats.free_pages)
         yield _gauge("quire_pages_cached", "pages that only the prefix cache holds", stats.cached_pages)
-        yield _gauge("quire_pages_held", "pages that sequences hold", held)
+        yield _gauge("quire_pages_held", "pages that sequences hold", stats.held_pages)
         yield _gauge("quire_pages_shared", "pages that more than one sequence holds", stats.shared_pages)
-        yield _gauge("quire_pages_usage_ratio", "share of pages that sequences hold", held / stats.num_pages)
+        usage = "of the fullest pool, the share of pages that sequences hold"
+        yield _gauge("quire_pages_usage_ratio", usage, stats.usage_ratio)
         yield _gauge("quire_pages_largest_refcount", "holders of the most shared page", stats.max_refcount)
         yield _gauge("quire_pages_leaked", "pages that count as held and are in no table: 0", stats.leaked_pages)
         yield _gauge("quire_host_pages", "pages in host memory", stats.num_host_pages)
@@ -188,8 +189,9 @@ class _Page(Collector):
     def __init__(self, registry: CollectorRegistry, model_name: str, engine: Engine) -> None:
         self._registry = registry
         self._labels = {"model_name": model_name}
-        pool = [str(engine.config.page_size), str(engine.scheduler.tables.allocator.num_pages)]
-        self._pool = GaugeMetricFamily("vllm:cache_config_info", "the pool", labels=["block_size", "num_gpu_blocks"])
+        pool = [str(engine.config.page_size), str(engine.scheduler.tables.pool.allocator.num_pages)]
+        labels, text = ["block_size", "num_gpu_blocks"], "the pool of layers that see every position"
+        self._pool = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         self._pool.add_metric(pool, 1)
 
     def collect(self) -> Iterator[Metric]:

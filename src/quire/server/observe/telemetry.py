@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from quire import __version__
+from quire.async_llm.stream import Stream, Times
 from quire.engine.engine import Engine
-from quire.server.stream import Stream, Times
 
 DURATION_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 FIRST_TOKEN_S = (

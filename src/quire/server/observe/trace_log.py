@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.async_llm.stream import Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import Progress
-from quire.server.stream import Stream
 
 MAX_STEPS = 1 << 16
 """Steps that are remembered: 5 minutes, if they take 4.6 ms or more."""

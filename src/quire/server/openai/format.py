@@ -2,31 +2,40 @@
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
+from quire.async_llm.stream import Stream
+from quire.async_llm.updates import Update
 from quire.core.sequence import TokenLogprob
+from quire.server.errors import ApiError
 from quire.server.openai import schema
-from quire.server.openai.tools import ToolParser
+from quire.server.openai.answer_parser import AnswerParser
 from quire.server.service import Service
-from quire.server.stream import Stream, Update
+from quire.text.reasoning import Part, text_of
 from quire.text.tokenizer import Tokenizer
 
+NewParser = Callable[[], AnswerParser]
+"""Makes what reads the text of one sequence."""
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 class ResponseFormatter:
-    """Makes the JSON of one response, whole or in chunks: what completions and chats have in common."""
+    """Makes the JSON of one response, whole or as the events of a stream: what all kinds have in common."""
 
     object_name: str
     chunk_name: str
     id_prefix: str
+    ends_with_done = True
+    """Whether `[DONE]` follows the last event of a stream."""
 
     def __init__(self, service: Service, body: schema.Sampling) -> None:
         self.service = service
         self.tokenizer: Tokenizer | None = service.engine.llm.engine.tokenizer
-        self.id = body.request_id or f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = body.request_id or f"{self.id_prefix}{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.n = body.n or 1
+        self.include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self.return_token_ids = bool(body.return_token_ids)
         self.prompt_logprobs = bool(body.prompt_logprobs)
 
@@ -41,7 +50,25 @@ class ResponseFormatter:
     def response(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
         """The whole response; `wholes` has one update for each sequence of each stream."""
         choices = [self.choice(i, streams[i], whole) for i, updates in enumerate(wholes) for whole in updates]
-        return self.head(self.object_name) | {"choices": choices, "usage": usage(streams)}
+        return self.head(self.object_name) | {"choices": choices, "usage": usage_of(streams)}
+
+    def first_events(self, streams: list[Stream]) -> list[dict[str, Any]]:
+        """The events of a stream before any token has been generated."""
+        choices = self.begin()
+        return [self.chunk(choices)] if choices else []
+
+    def events(self, prompt: int, stream: Stream, update: Update) -> list[dict[str, Any]]:
+        """The events for what is new of one sequence; `prompt` is the index of its prompt."""
+        delta = self.delta(prompt, stream, update)
+        return [] if delta is None else [self.chunk([delta])]
+
+    def last_events(self, streams: list[Stream]) -> list[dict[str, Any]]:
+        """The events of a stream after its last token."""
+        return [self.chunk([]) | {"usage": usage_of(streams)}] if self.include_usage else []
+
+    def error_events(self, streams: list[Stream], error: ApiError) -> list[dict[str, Any]]:
+        """The events that end a stream which cannot be finished."""
+        return [error.body]
 
     def begin(self) -> list[dict[str, Any]]:
         """Choices of the first chunk of a stream, before any token has been generated."""
@@ -85,7 +112,7 @@ class CompletionFormatter(ResponseFormatter):
     """Formats the response to `/v1/completions`: `text_completion`."""
 
     object_name = chunk_name = "text_completion"
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, service: Service, body: schema.CompletionRequest, prompts: list[list[int]]) -> None:
         super().__init__(service, body)
@@ -160,13 +187,15 @@ class ChatFormatter(ResponseFormatter):
 
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
-    def __init__(self, service: Service, body: schema.ChatRequest, style: str | None) -> None:
+    def __init__(self, service: Service, body: schema.ChatRequest, new_parser: NewParser) -> None:
         super().__init__(service, body)
         self.wants_logprobs = bool(body.logprobs)
-        self._style = style
-        self._parsers: dict[int, ToolParser] = {}
+        self._parsers = [new_parser() for _ in range(self.n)]
+        """For each sequence."""
+        self._num_calls = [0] * self.n
+        """Calls of each sequence that have been shown."""
 
     def begin(self) -> list[dict[str, Any]]:
         """The first chunk of a chat has the role of every choice."""
@@ -175,8 +204,10 @@ class ChatFormatter(ResponseFormatter):
 
     def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
         """One choice of a whole chat response, with the tool calls that its text holds."""
-        content, calls = self._parse(whole)
+        reasoning, content, calls = self._parse(whole)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
         if calls:
             message["tool_calls"] = calls
         shown = {"content": self._logprobs(whole.logprobs), "refusal": None} if self.wants_logprobs else None
@@ -186,12 +217,14 @@ class ChatFormatter(ResponseFormatter):
 
     def delta(self, prompt: int, stream: Stream, update: Update) -> dict[str, Any] | None:
         """What a chunk adds to a choice of a chat; None if it adds nothing that is shown."""
-        content, calls = self._parse(update)
-        if not (content or calls or update.finish_reason or update.logprobs or self.return_token_ids):
+        reasoning, content, calls = self._parse(update)
+        if not (reasoning or content or calls or update.finish_reason or update.logprobs or self.return_token_ids):
             return None
         delta: dict[str, Any] = {"content": content} if content else {}
+        if reasoning:
+            delta["reasoning_content"] = reasoning
         if calls:
-            first = self._parsers[update.index].num_calls - len(calls)
+            first = self._num_calls[update.index] - len(calls)
             delta["tool_calls"] = [{"index": first + i} | call for i, call in enumerate(calls)]
         shown = {"content": self._logprobs(update.logprobs), "refusal": None} if update.logprobs else None
         choice = {
@@ -202,21 +235,17 @@ class ChatFormatter(ResponseFormatter):
         }
         return choice | self._extras(stream, update, is_whole=False)
 
-    def _parse(self, update: Update) -> tuple[str, list[dict[str, Any]]]:
-        if self._style is None:
-            return update.text, []
-        parser = self._parsers.setdefault(update.index, ToolParser(self._style))
-        content, calls = parser.feed(update.text)
-        if update.finish_reason:
-            more, last = parser.finish()
-            content, calls = content + more, calls + last
-        return content, [{"id": uuid.uuid4().hex[:9], "type": "function", "function": call} for call in calls]
+    def _parse(self, update: Update) -> tuple[str, str, list[dict[str, Any]]]:
+        """The reasoning, the content and the calls that are new."""
+        parts = self._parsers[update.index].feed(update.text, is_last=update.finish_reason is not None)
+        calls = [_call(part) for part in parts if part.kind == "call"]
+        self._num_calls[update.index] += len(calls)
+        return text_of("reasoning", parts), text_of("content", parts), calls
 
     def _finish_reason(self, update: Update) -> str | None:
         if update.finish_reason is None:
             return None
-        parser = self._parsers.get(update.index)
-        has_calls = parser is not None and parser.num_calls > 0
+        has_calls = self._num_calls[update.index] > 0
         return "tool_calls" if has_calls and update.finish_reason != "length" else FINISH_REASONS[update.finish_reason]
 
     def _logprobs(self, entries: list[TokenLogprob]) -> list[dict[str, Any]]:
@@ -232,13 +261,28 @@ class ChatFormatter(ResponseFormatter):
         return {"token": token, "logprob": max(logprob, -9999.0), "bytes": list(piece)}
 
 
-def usage(streams: list[Stream]) -> dict[str, Any]:
+def _call(part: Part) -> dict[str, Any]:
+    return {
+        "id": uuid.uuid4().hex[:9],
+        "type": "function",
+        "function": {"name": part.function, "arguments": part.text},
+    }
+
+
+def usage_of(streams: list[Stream]) -> dict[str, Any]:
+    """The `usage` of a response to these streams."""
+    return usage(
+        sum(len(stream.request.prompt_token_ids) for stream in streams),
+        sum(stream.num_output_tokens for stream in streams),
+        sum(stream.num_cached_tokens for stream in streams),
+    )
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
     """OpenAI's `usage`: the tokens of prompts and of generated text."""
-    prompt_tokens = sum(len(stream.request.prompt_token_ids) for stream in streams)
-    completion_tokens = sum(stream.num_output_tokens for stream in streams)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(stream.num_cached_tokens for stream in streams)},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }

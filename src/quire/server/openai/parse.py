@@ -2,22 +2,29 @@
 
 import json
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.errors import ApiError
 from quire.server.openai import schema
-from quire.server.openai.format import ChatFormatter, CompletionFormatter, ResponseFormatter
-from quire.server.openai.tools import tool_style
+from quire.server.openai.answer_parser import AnswerParser
+from quire.server.openai.format import ChatFormatter, CompletionFormatter, NewParser, ResponseFormatter
+from quire.server.openai.tools import ToolParser, tool_style
 from quire.server.service import Caller, Service
 from quire.structured.form import Structured
+from quire.text.reasoning import MAX_CALLS, ReasoningParser, has_special_marks, is_opened, reasoning_style
 
-SMALLEST_TOP_P = 1e-6
-"""What a top_p of 0 means: the likeliest token."""
-TEMPLATE_KWARGS = ("enable_thinking", "date_string", "custom_tools", "builtin_tools", "tools_in_user_message")
+TEMPLATE_KWARGS = (
+    "enable_thinking",
+    "reasoning_effort",
+    "date_string",
+    "custom_tools",
+    "builtin_tools",
+    "tools_in_user_message",
+)
 """Variables of chat templates that a request may set."""
 
 
@@ -28,10 +35,11 @@ class ParsedRequest:
     requests: list[Request]
     formatter: ResponseFormatter
     stream: bool
-    include_usage: bool
     timeout_s: float | None
     structured: Structured | None = None
     """The form that the generated text must have, not yet compiled; None for any text."""
+    prompt_field: str = "prompt"
+    """The field that the prompt came in, which errors name."""
 
 
 # -- completions ------------------------------------------------------------------------------------------------------
@@ -42,13 +50,13 @@ async def parse_completion(
 ) -> ParsedRequest:
     """Parse a completion: one request for each prompt. `default_max_tokens` of None is as many tokens as fit."""
     service.check_arrival(body.model)
-    prompts = await _prompts(service, body.prompt, caller)
-    scored = body.echo and body.logprobs is not None
+    prompts = await token_ids_of(service, body.prompt, caller, "prompt", schema.MAX_PROMPTS)
     params = _sampling(
         body,
+        service.default_params,
+        max_tokens=default_max_tokens if body.max_tokens is None else None,
         logprobs=body.logprobs,
-        prompt_logprobs=bool(body.prompt_logprobs or scored),
-        default_max_tokens=default_max_tokens,
+        prompt_logprobs=True if body.echo and body.logprobs is not None else None,
     )
     formatter = CompletionFormatter(service, body, prompts)
     return _parsed_request(
@@ -56,62 +64,101 @@ async def parse_completion(
     )
 
 
-async def _prompts(service: Service, prompt: Any, caller: Caller) -> list[list[int]]:
-    if isinstance(prompt, str):
-        return [await service.encode(caller, prompt)]
-    if isinstance(prompt[0], int):
-        return [_ids(service, prompt)]
-    if len(prompt) > schema.MAX_PROMPTS:
-        raise ApiError(400, f"prompt: {len(prompt)} prompts, at most {schema.MAX_PROMPTS}", param="prompt")
-    if all(isinstance(entry, str) for entry in prompt):
-        return [await service.encode(caller, entry) for entry in prompt]
-    if isinstance(prompt[0], list):
-        return [_ids(service, entry) for entry in prompt]
-    raise _mixed()
+async def token_ids_of(service: Service, given: Any, caller: Caller, field: str, most: int) -> list[list[int]]:
+    """The token ids of each prompt that a field has: text, several texts, token ids or several lists of them."""
+    if isinstance(given, str):
+        return [await service.encode(caller, given, param=field)]
+    if isinstance(given[0], int):
+        return [_ids(service, given, field)]
+    if len(given) > most:
+        raise ApiError(400, f"{field}: {len(given)} prompts, at most {most}", param=field)
+    if all(isinstance(entry, str) for entry in given):
+        return [await service.encode(caller, entry, param=field) for entry in given]
+    if isinstance(given[0], list):
+        return [_ids(service, entry, field) for entry in given]
+    raise _mixed(field)
 
 
-def _ids(service: Service, entry: Any) -> list[int]:
+def _ids(service: Service, entry: Any, field: str) -> list[int]:
     """Check a prompt of token ids; its length first, because it may be long."""
     if not isinstance(entry, list):
-        raise _mixed()
+        raise _mixed(field)
     if len(entry) > service.max_model_len:
-        message = f"prompt: {len(entry):,} tokens do not fit into max_model_len={service.max_model_len}"
-        raise ApiError(400, message, param="prompt", code="context_length_exceeded")
+        message = f"{field}: {len(entry):,} tokens do not fit into max_model_len={service.max_model_len}"
+        raise ApiError(400, message, param=field, code="context_length_exceeded")
     if not all(isinstance(token_id, int) for token_id in entry):
-        raise _mixed()
+        raise _mixed(field)
     return entry
 
 
-def _mixed() -> ApiError:
-    return ApiError(400, "prompt: strings, token ids and lists of token ids cannot be mixed", param="prompt")
+def _mixed(field: str) -> ApiError:
+    return ApiError(400, f"{field}: strings, token ids and lists of token ids cannot be mixed", param=field)
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------
 
 
-async def parse_chat(service: Service, body: schema.ChatRequest, caller: Caller) -> ParsedRequest:
+@dataclass(frozen=True, slots=True)
+class FieldNames:
+    """What errors call the fields of a chat, where a route has other names for them."""
+
+    messages: str = "messages"
+    response_format: str = "response_format"
+    reasoning_effort: str = "reasoning_effort"
+
+
+CHAT_NAMES = FieldNames()
+MakeFormatter = Callable[[Service, schema.ChatRequest, NewParser], ResponseFormatter]
+
+
+async def parse_chat(
+    service: Service,
+    body: schema.ChatRequest,
+    caller: Caller,
+    *,
+    names: FieldNames = CHAT_NAMES,
+    make_formatter: MakeFormatter = ChatFormatter,
+) -> ParsedRequest:
     """Parse a chat: one request, whose prompt the model's chat template renders."""
     service.check_arrival(body.model)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens and max_completion_tokens are the same; send one", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    tools, style = _tools(service, body)
-    kwargs = _template_kwargs(body.chat_template_kwargs or {})
+    tools, style = _tools(service, body, names)
+    kwargs = _template_kwargs(body, names)
     if tools:
         kwargs["tools"] = tools
     messages = [_message(message) for message in body.messages]
-    prompt = await service.run_in_thread(caller, service.encode_chat_sync, messages, kwargs)
+    prompt = await service.run_in_thread(caller, service.encode_chat_sync, messages, kwargs, names.messages)
+    structured = _structured(body.structured_outputs, body.response_format, names) or _forced_call(body)
+    # A form holds from the first token on: there are no thoughts before it.
+    reasoning = None if structured else reasoning_style(service.tokenizer)
+    # The marks around calls of tools, and around thoughts, are special tokens in some vocabularies.
+    has_marks = style not in (None, "json") or (reasoning and has_special_marks(service.tokenizer, reasoning))
     params = _sampling(
         body,
+        service.default_params,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        prompt_logprobs=bool(body.prompt_logprobs),
         max_tokens=body.max_completion_tokens,
-        has_marks=style not in (None, "json"),
+        skip_special=False if has_marks and body.skip_special_tokens is None else None,
     )
-    structured = _structured(body.structured_outputs, body.response_format) or _forced_call(body)
-    formatter = ChatFormatter(service, body, style)
-    return _parsed_request(service, body, caller, formatter, [prompt], params, structured=structured)
+    is_open = reasoning == "think" and is_opened(service.tokenizer, prompt)
+    functions = [tool["function"]["name"] for tool in tools]
+
+    def new_parser() -> AnswerParser:
+        return AnswerParser(
+            ReasoningParser(reasoning, is_open=is_open, functions=functions) if reasoning else None,
+            ToolParser(style, functions)
+            if style not in (None, "harmony")
+            else None,  # those it reads with the thoughts
+            max_calls=1 if body.parallel_tool_calls is False else MAX_CALLS,
+        )
+
+    formatter = make_formatter(service, body, new_parser)
+    parsed = _parsed_request(service, body, caller, formatter, [prompt], params, structured=structured)
+    parsed.prompt_field = names.messages
+    return parsed
 
 
 def _message(message: schema.Message) -> dict[str, Any]:
@@ -123,6 +170,10 @@ def _message(message: schema.Message) -> dict[str, Any]:
     shown: dict[str, Any] = {"role": role, "content": content or ""}
     if content is None and message.role != "assistant":
         raise ApiError(400, f"messages: a message of role {message.role} needs content", param="messages")
+    if message.reasoning_content:
+        shown |= dict.fromkeys(
+            ("reasoning_content", "thinking"), message.reasoning_content
+        )  # templates have both names
     if message.name is not None:
         shown["name"] = message.name
     if message.tool_call_id is not None:
@@ -143,21 +194,22 @@ def _loads(call: schema.ToolCall) -> Any:
     return value if isinstance(value, dict) else call.function.arguments
 
 
-def _tools(service: Service, body: schema.ChatRequest) -> tuple[list[dict[str, Any]], str | None]:
+def _tools(service: Service, body: schema.ChatRequest, names: FieldNames) -> tuple[list[dict[str, Any]], str | None]:
     """The tools for the chat template, and the style in which the model writes calls; None where it can write none."""
     if body.tool_choice is not None and not body.tools and body.tool_choice != "none":
         raise ApiError(400, "tool_choice needs tools", param="tool_choice")
     if not body.tools or body.tool_choice == "none":
         return [], None
-    names = [tool.function.name for tool in body.tools]
-    if len(set(names)) < len(names):
+    functions = [tool.function.name for tool in body.tools]
+    if len(set(functions)) < len(functions):
         raise ApiError(400, "tools: two functions have the same name", param="tools")
-    if isinstance(body.tool_choice, schema.NamedTool) and body.tool_choice.function.name not in names:
+    if isinstance(body.tool_choice, schema.NamedTool) and body.tool_choice.function.name not in functions:
         message = f"tool_choice names {body.tool_choice.function.name!r}, which is not among tools"
         raise ApiError(400, message, param="tool_choice")
     style = tool_style(service.tokenizer.chat_template_source or "")
     if style is None:
-        message = "this model's chat template takes no tools; response_format with a json_schema may serve instead"
+        instead = f"{names.response_format} with a json_schema may serve instead"
+        message = f"this model's chat template takes no tools; {instead}"
         raise ApiError(400, message, param="tools", code="tools_not_supported")
     if _is_forced(body):
         style = "json"
@@ -195,25 +247,35 @@ def _forced_call(body: schema.ChatRequest) -> Structured | None:
     return Structured(json_schema=options[0] if len(options) == 1 else {"anyOf": options}, name="tools")
 
 
-def _template_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _template_kwargs(body: schema.ChatRequest, names: FieldNames) -> dict[str, Any]:
+    """The variables of the chat template that a request sets."""
+    kwargs = dict(body.chat_template_kwargs or {})
     for name in kwargs:
         if name not in TEMPLATE_KWARGS:
             message = f"chat_template_kwargs: {name!r} may not be set; {', '.join(TEMPLATE_KWARGS)} may"
             raise ApiError(400, message, param="chat_template_kwargs")
-    return dict(kwargs)
+    if body.reasoning_effort is not None:
+        if "reasoning_effort" in kwargs:
+            message = f"{names.reasoning_effort} and chat_template_kwargs.reasoning_effort are the same; send one"
+            raise ApiError(400, message, param=names.reasoning_effort)
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    return kwargs
 
 
 # -- both -------------------------------------------------------------------------------------------------------------
 
 
-def _structured(outputs: schema.StructuredOutputs | None, form: Any = None) -> Structured | None:
+def _structured(
+    outputs: schema.StructuredOutputs | None, form: Any = None, names: FieldNames = CHAT_NAMES
+) -> Structured | None:
     """The form that `structured_outputs` or `response_format` wants the generated text to have."""
     if isinstance(form, schema.JsonObjectFormat | schema.JsonSchemaFormat) and outputs is not None:
-        raise ApiError(400, "response_format and structured_outputs exclude each other", param="structured_outputs")
+        message = f"{names.response_format} and structured_outputs exclude each other"
+        raise ApiError(400, message, param="structured_outputs")
     if isinstance(form, schema.JsonObjectFormat):
-        return Structured(json_object=True, name="response_format")
+        return Structured(json_object=True, name=names.response_format)
     if isinstance(form, schema.JsonSchemaFormat):
-        return Structured(json_schema=form.json_schema.schema, name="response_format")
+        return Structured(json_schema=form.json_schema.schema, name=names.response_format)
     if outputs is None:
         return None
     return Structured(
@@ -222,43 +284,20 @@ def _structured(outputs: schema.StructuredOutputs | None, form: Any = None) -> S
         regex=outputs.regex,
         choice=outputs.choice,
         grammar=outputs.grammar,
+        compact=outputs.compact,
         name="structured_outputs",
     )
 
 
-def _sampling(
-    body: schema.Sampling,
-    *,
-    logprobs: int | None,
-    prompt_logprobs: bool,
-    max_tokens: int | None = None,
-    default_max_tokens: int | None = None,
-    has_marks: bool = False,
-) -> SamplingParams:
-    max_tokens = body.max_tokens if max_tokens is None else max_tokens
-    # The marks around calls of tools are special tokens in some vocabularies.
-    skip_special = not has_marks if body.skip_special_tokens is None else body.skip_special_tokens
-    return SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p or SMALLEST_TOP_P,
-        top_k=max(body.top_k or 0, 0),
-        min_p=body.min_p or 0.0,
-        seed=None if body.seed is None else body.seed % (1 << 64),
-        n=body.n or 1,
-        max_tokens=default_max_tokens if max_tokens is None else max_tokens,
-        min_tokens=body.min_tokens or 0,
-        stop=body.stop or (),
-        stop_token_ids=body.stop_token_ids or (),
-        ignore_eos=bool(body.ignore_eos),
-        include_stop=bool(body.include_stop_str_in_output),
-        skip_special=skip_special,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=body.logit_bias or {},
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-    )
+def _sampling(body: schema.Sampling, defaults: SamplingParams, **computed: Any) -> SamplingParams:
+    """What a request asks for; `defaults` where it says nothing. What is `computed` and not None goes before."""
+    given: dict[str, Any] = {name: getattr(body, name) for name in ("stop", "stop_token_ids", "logit_bias")}
+    for name, declared in DECLARED.items():
+        if declared.on_wire:
+            value = getattr(body, declared.wire_name)
+            given[name] = declared.from_wire(value) if declared.from_wire and value is not None else value
+    given |= {name: value for name, value in computed.items() if value is not None}
+    return replace(defaults, **{name: value for name, value in given.items() if value is not None})
 
 
 def _parsed_request(
@@ -279,19 +318,18 @@ def _parsed_request(
             id=f"{formatter.id}-{i}-{uuid.uuid4().hex[:8]}",
             prompt_token_ids=tuple(prompt),
             params=params,
-            priority=_priority(service, body),
+            priority=checked_priority(service, body.priority),
             cache_salt=caller.salt(body.cache_salt or ""),
             stream=stream,
         )
         for i, prompt in enumerate(prompts)
     ]
-    include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    return ParsedRequest(requests, formatter, stream, include_usage, body.timeout, structured)
+    return ParsedRequest(requests, formatter, stream, body.timeout, structured)
 
 
-def _priority(service: Service, body: schema.Sampling) -> int:
-    """The request's priority, if the server allows it."""
-    priority = body.priority or 0
+def checked_priority(service: Service, priority: int | None) -> int:
+    """A request's priority, if the server allows it."""
+    priority = priority or 0
     if priority > service.max_priority:
         message = f"priority={priority}: this server allows at most {service.max_priority} (--max-priority)"
         raise ApiError(400, message, param="priority", code="invalid_value")

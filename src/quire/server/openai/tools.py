@@ -4,24 +4,28 @@
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
     llama    {"name": ..., "parameters": {...}}, perhaps after <|python_tag|>; the whole text
     json     {"name": ..., "arguments": {...}}; the whole text, because a grammar forced it
+    harmony  messages to=functions.NAME, which `quire.text.reasoning` reads              gpt-oss
 
 The text is a stranger's: it is searched for fixed marks and read as JSON, nothing else. What looks like a call and is
 none stays text.
 """
 
 import json
-from typing import Any
+from collections.abc import Collection
+
+from quire.text.reasoning import MAX_CALLS, Part, is_harmony, merged
 
 OPENINGS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}
 CLOSING = "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MAX_CALLS = 128
 
 
 def tool_style(template: str) -> str | None:
     """How a chat template wants calls written; None if it takes no tools."""
     if "tools" not in template:
         return None
+    if is_harmony(template):
+        return "harmony"
     for style, mark in OPENINGS.items():
         if mark in template:
             return style
@@ -29,13 +33,15 @@ def tool_style(template: str) -> str | None:
 
 
 class ToolParser:
-    """Separates the text of a sequence, as it is generated, into content and tool calls.
+    """Separates the text of a sequence, as it is generated, into content and calls of functions, in order.
 
-    Every character is looked at a bounded number of times, however long a call stays open.
+    A call of what is not among `functions` stays text. Every character is looked at a bounded number of times, however
+    long a call stays open.
     """
 
-    def __init__(self, style: str) -> None:
+    def __init__(self, style: str, functions: Collection[str]) -> None:
         self._style = style
+        self._functions = frozenset(functions)
         self._held: list[str] = []
         """What follows the mark of a call that may be under way."""
         self._tail = ""
@@ -43,12 +49,12 @@ class ToolParser:
         self._is_open = style == "json"
         self.num_calls = 0
 
-    def feed(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+    def feed(self, text: str) -> list[Part]:
         """Take more text; returns the content that is certain, and the calls that are complete."""
         if self._style in OPENINGS:
             return self._feed_marked(text)
         if self._style == "text":
-            return text, []
+            return _content(text)
         self._held.append(text)
         if not self._is_open:
             self._tail += text if self._tail else text.lstrip()
@@ -56,24 +62,22 @@ class ToolParser:
                 self._is_open, self._tail = True, ""
             elif not PYTHON_TAG.startswith(self._tail):
                 self._style, self._tail = "text", ""
-                return self._take_held(), []
-        return "", []
+                return _content(self._take_held())
+        return []
 
-    def finish(self) -> tuple[str, list[dict[str, Any]]]:
+    def finish(self) -> list[Part]:
         """End the text; returns what was held back, as content or as calls."""
         held = self._take_held()
         if self._style not in OPENINGS:
             calls = self._read(held.strip().removeprefix(PYTHON_TAG)) if self._is_open else []
-            return ("", calls) if calls else (held, [])
+            return calls or _content(held)
         calls = self._read(held) if self._is_open and self._style == "mistral" else []
-        content = (OPENINGS[self._style] if self._is_open else "") + held + self._tail
-        return ("", calls) if calls else (content, [])
+        return calls or _content((OPENINGS[self._style] if self._is_open else "") + held + self._tail)
 
-    def _feed_marked(self, text: str) -> tuple[str, list[dict[str, Any]]]:
+    def _feed_marked(self, text: str) -> list[Part]:
         """Take more text of a style in which calls stand between two marks, or behind one."""
         text, at = self._tail + text, 0
-        content: list[str] = []
-        calls: list[dict[str, Any]] = []
+        parts: list[Part] = []
         while mark := self._next_mark:
             found = text.find(mark, at)
             if found < 0:
@@ -81,18 +85,19 @@ class ToolParser:
             part, at = text[at:found], found + len(mark)
             if self._is_open:
                 body = self._take_held() + part
-                new = self._read(body)
-                calls += new
-                content.append("" if new else OPENINGS[self._style] + body + mark)
+                parts += self._read(body) or _content(OPENINGS[self._style] + body + mark)
             else:
-                content.append(part)
+                parts += _content(part)
             self._is_open = not self._is_open
         most = min(len(mark) - 1, len(text) - at)
         kept = next((length for length in range(most, 0, -1) if text.endswith(mark[:length])), 0)
         end = len(text) - kept
-        (self._held if self._is_open else content).append(text[at:end])
+        if self._is_open:
+            self._held.append(text[at:end])
+        else:
+            parts += _content(text[at:end])
         self._tail = text[end:]
-        return "".join(content), calls
+        return merged(parts)
 
     @property
     def _next_mark(self) -> str:
@@ -106,23 +111,27 @@ class ToolParser:
         self._held.clear()
         return held
 
-    def _read(self, text: str) -> list[dict[str, Any]]:
+    def _read(self, text: str) -> list[Part]:
         """The calls that a JSON text holds; none if it is anything else, or cannot be sent as UTF-8."""
         calls = []
         try:
             value = json.loads(text)
             for entry in value if isinstance(value, list) else [value]:
                 arguments = entry.get("arguments", entry.get("parameters")) if isinstance(entry, dict) else None
-                if arguments is None or not isinstance(entry.get("name"), str):
+                if arguments is None or not isinstance(name := entry.get("name"), str) or name not in self._functions:
                     return []
                 shown = arguments
                 if not isinstance(arguments, str):
                     shown = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-                (entry["name"] + shown).encode()  # raises for half of a surrogate pair
-                calls.append({"name": entry["name"], "arguments": shown})
+                shown.encode()  # raises for half of a surrogate pair
+                calls.append(Part("call", shown, name))
         except (ValueError, RecursionError):
             return []
         if self.num_calls + len(calls) > MAX_CALLS:
             return []
         self.num_calls += len(calls)
         return calls
+
+
+def _content(text: str) -> list[Part]:
+    return [Part("content", text)] if text else []

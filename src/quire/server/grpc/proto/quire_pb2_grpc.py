@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class QuireStub:
-    """One model that continues prompts.
+    """One model that continues prompts, and embeds them.
     """
 
     def __init__(self, channel):
@@ -45,6 +45,11 @@ class QuireStub:
                 request_serializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/quire.v1.Quire/Embed',
+                request_serializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/quire.v1.Quire/Abort',
                 request_serializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.AbortRequest.SerializeToString,
@@ -58,7 +63,7 @@ class QuireStub:
 
 
 class QuireServicer:
-    """One model that continues prompts.
+    """One model that continues prompts, and embeds them.
     """
 
     def Generate(self, request, context):
@@ -70,6 +75,13 @@ class QuireServicer:
 
     def Run(self, request, context):
         """Continue a prompt and respond once all of it is there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Embed prompts: one vector for each.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,6 +114,11 @@ def add_QuireServicer_to_server(servicer, server):
                     request_deserializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateRequest.FromString,
                     response_serializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateResponse.SerializeToString,
             ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedRequest.FromString,
+                    response_serializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedResponse.SerializeToString,
+            ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
                     request_deserializer=quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.AbortRequest.FromString,
@@ -121,7 +138,7 @@ def add_QuireServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Quire:
-    """One model that continues prompts.
+    """One model that continues prompts, and embeds them.
     """
 
     @staticmethod
@@ -168,6 +185,33 @@ class Quire:
             '/quire.v1.Quire/Run',
             quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateRequest.SerializeToString,
             quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/quire.v1.Quire/Embed',
+            quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedRequest.SerializeToString,
+            quire_dot_server_dot_grpc_dot_proto_dot_quire__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

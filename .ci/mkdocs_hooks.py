@@ -1,0 +1,59 @@
+"""What the docs site does beyond mkdocs: a menu from the index, links to sources, an API reference.
+
+Pages are written for a reader of the repository. Here their links to files outside docs/ become addresses of the
+repository, and a link to a file that does not exist is a warning, which a strict build fails on.
+"""
+
+import ast
+import logging
+import re
+import tomllib
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
+LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+log = logging.getLogger("mkdocs.hooks.quire")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The menu is the order of the table in docs/README.md."""
+    index = Path(config.docs_dir, "README.md").read_text()
+    pages = re.findall(r"^\| \[[^\]]*\]\(([\w.-]+\.md)\)", index, re.MULTILINE)
+    config.nav = ["README.md", *pages, {"API reference": "api.md"}]
+    config.repo_url = SOURCE
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the page of the public names."""
+    files.append(File.generated(config, "api.md", content=api_page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Point links that leave docs/ to the repository."""
+
+    def absolute(link: re.Match[str]) -> str:
+        path, anchor = link[1], link[2] or ""
+        if not (ROOT / path).exists():
+            log.warning("%s links to ../%s, which does not exist", page.file.src_uri, path)
+        return f"]({SOURCE}/blob/main/{path}{anchor})"
+
+    return LINK.sub(absolute, markdown)
+
+
+def api_page() -> str:
+    """One entry for each name that `import quire` offers."""
+    tree = ast.parse((ROOT / "src/quire/__init__.py").read_text())
+    (homes,) = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_HOME"
+    ]
+    entries = [f"::: {home}.{name}\n" for name, home in homes.items()]
+    return "\n".join(["# API reference\n", "What `import quire` offers.\n", *entries])

@@ -1,0 +1,41 @@
+"""The errors of requests that are refused, or that cannot be finished. A request that is wrong is a RequestError."""
+
+import traceback
+from pathlib import Path
+
+
+class GenerationError(Exception):
+    """A request that was taken cannot be finished. Where a step of the engine failed, `__cause__` is its error."""
+
+    def __init__(self, message: str, reason: str = "error") -> None:
+        super().__init__(message)
+        self.reason = reason
+        """"error", "cancelled", "deadline" or "unavailable"."""
+
+
+class DeadlineError(GenerationError, TimeoutError):
+    """The time that a request was given is over."""
+
+    def __init__(self, message: str = "the request's time is over") -> None:
+        super().__init__(message, "deadline")
+
+
+class UnavailableError(GenerationError):
+    """The engine takes no requests, or has given up those it had: it loads, drains, is closed or does not respond."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "unavailable")
+
+
+class OverloadError(Exception):
+    """Too much waits already; the request may be sent again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+def error_location(error: BaseException) -> str:
+    """Where an error was raised, for a log: its message may quote a request, and does not belong there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])

@@ -1,0 +1,234 @@
+"""The requests that have not ended, of every event loop: counted when they arrive, and closed once."""
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from quire.async_llm.admission import Admission, Work
+from quire.async_llm.engine_thread import EngineThread
+from quire.async_llm.errors import DeadlineError, GenerationError, UnavailableError, error_location
+from quire.async_llm.loop_mailbox import LoopMailbox
+from quire.async_llm.observer import Observer
+from quire.async_llm.stream import Stream
+from quire.async_llm.updates import Update
+from quire.core.errors import RequestError
+from quire.core.request import Request
+from quire.core.stopping import Grammar
+
+CHECK_EVERY_S = 1.0
+"""How often somebody who waits looks whether the engine's thread is alive."""
+
+_log = logging.getLogger("quire.async_llm")
+
+
+class OpenStreams:
+    """Streams that have not ended. Any thread may call; what is read and closed, is so on the stream's own loop."""
+
+    def __init__(self, thread: EngineThread, admission: Admission, observers: Sequence[Observer]) -> None:
+        self.admission = admission
+        self._thread = thread
+        self._observers = observers
+        self._lock = threading.Lock()
+        self._streams: dict[str, Stream] = {}
+        """By request id."""
+        self._mailboxes: dict[asyncio.AbstractEventLoop, LoopMailbox] = {}
+        """Of the loops that have a stream."""
+        self._refusal: str | None = None
+        self._num_turns = 0
+        """Clients of which more requests follow."""
+        self._waiting_for_idle: list[Future[None]] = []
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def get(self, request_id: str) -> Stream | None:
+        """The stream of a request; None if there is none, or it has ended."""
+        with self._lock:
+            return self._streams.get(request_id)
+
+    def all(self) -> list[Stream]:
+        """Every stream, oldest first."""
+        with self._lock:
+            return list(self._streams.values())
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new ones are taken."""
+        return self._refusal is None
+
+    def check_open(self) -> None:
+        """Raise UnavailableError if nothing new is taken."""
+        if self._refusal is not None:
+            raise UnavailableError(self._refusal)
+
+    def refuse(self, message: str) -> None:
+        """From now on, take nothing new: UnavailableError with this message."""
+        with self._lock:
+            self._refusal = message
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def turns(self) -> Iterator[None]:
+        """Of a client with many requests: while this is entered, those that are admitted may be opened in turns."""
+        with self._lock:
+            self.check_open()
+            self._num_turns += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_turns -= 1
+            self._tell_if_empty()
+
+    def open(
+        self,
+        requests: Sequence[Request],
+        works: Sequence[Work],
+        timeout_s: float | None,
+        grammar: Grammar | None,
+        *,
+        is_admitted: bool = False,
+    ) -> list[Stream]:
+        """Take requests for the loop that runs here, all or none; those that are admitted even while draining."""
+        if not requests:
+            return []
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            if not is_admitted:
+                self.check_open()
+            self._check_ids(requests)
+            self.admission.arrive(works, is_admitted=is_admitted)
+            mailbox = self._mailboxes.get(loop)
+            if mailbox is None:
+                mailbox = self._mailboxes[loop] = LoopMailbox(loop, self._lose)
+                loop.call_later(CHECK_EVERY_S, self._watch, mailbox)
+            streams = [Stream(request, mailbox, grammar and grammar.copy(), self) for request in requests]
+            mailbox.num_streams += len(streams)
+            self._streams |= {stream.request.id: stream for stream in streams}
+            for stream in streams:
+                self._thread.add(stream)  # in here: who finds a stream to abort finds it in the engine's inbox before
+        if timeout_s is not None:
+            for stream in streams:
+                stream.timer = loop.call_later(timeout_s, self.end, stream, DeadlineError())
+        return streams
+
+    def _check_ids(self, requests: Sequence[Request]) -> None:
+        seen: set[str] = set()
+        for request in requests:
+            if request.id in self._streams or request.id in seen:
+                message = f"request id {request.id!r} is in use; give each request its own"
+                raise RequestError(message, field="request_id")
+            seen.add(request.id)
+
+    def _watch(self, mailbox: LoopMailbox) -> None:
+        """Once a second, while a loop has streams, end them if the engine does not respond."""
+        if self._mailboxes.get(mailbox.loop) is not mailbox:
+            return
+        if not self._thread.is_healthy:
+            self.end_all(lambda: UnavailableError("the engine does not respond"), mailbox)
+        mailbox.loop.call_later(CHECK_EVERY_S, self._watch, mailbox)
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def cancel(self, stream: Stream) -> None:
+        """End a stream early. What it has not handed out is dropped."""
+        self.end(stream, GenerationError("the request was cancelled", "cancelled"))
+
+    def end(self, stream: Stream, error: Exception) -> None:
+        """End a stream with an error, before the engine does."""
+        if self._streams.get(stream.request.id) is not stream:
+            return
+        stream.is_cancelled = True
+        self._thread.drop(stream)
+        if stream.loop_mailbox.is_here:
+            self.close(stream, error)
+        else:
+            stream.loop_mailbox.post([partial(self.close, stream, error)])
+
+    def end_all(self, error: Callable[[], Exception], mailbox: LoopMailbox | None = None) -> None:
+        """End every stream, or every one of a loop, with an error of its own: raising one adds to its traceback."""
+        for stream in self.all():
+            if mailbox in (None, stream.mailbox):
+                self.end(stream, error())
+
+    async def wait_until_empty(self) -> None:
+        """Wait until every stream has ended, and none follows in turn."""
+        with self._lock:
+            if self._is_empty:
+                return
+            empty: Future[None] = Future()
+            self._waiting_for_idle.append(empty)
+        await asyncio.wrap_future(empty)
+
+    def _lose(self, mailbox: LoopMailbox) -> None:
+        """A loop was closed while it had streams: nobody will read them."""
+        for stream in self.all():
+            if stream.mailbox is mailbox and self._remove(stream):
+                stream.is_cancelled = True
+                self._thread.drop(stream)
+                self._tell_of_end(stream, "cancelled")
+
+    def _remove(self, stream: Stream) -> bool:
+        """Forget a stream; False if that has been done."""
+        mailbox = stream.loop_mailbox
+        with self._lock:
+            if self._streams.get(stream.request.id) is not stream:
+                return False
+            del self._streams[stream.request.id]
+            self.admission.leave(stream.request.id)
+            mailbox.num_streams -= 1
+            if not mailbox.num_streams:
+                del self._mailboxes[mailbox.loop]
+        self._tell_if_empty()
+        return True
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self._streams and not self._num_turns
+
+    def _tell_if_empty(self) -> None:
+        with self._lock:
+            if not self._is_empty:
+                return
+            waiting, self._waiting_for_idle = self._waiting_for_idle, []
+        for empty in waiting:
+            if empty.set_running_or_notify_cancel():
+                empty.set_result(None)
+
+    def _tell_of_end(self, stream: Stream, failure: str | None) -> None:
+        for observer in self._observers:
+            _tell(observer.on_end, stream, failure)
+
+    # -- called by a stream, on its loop ------------------------------------------------------------------------------
+
+    def on_started(self, stream: Stream) -> None:
+        """A stream's request has a row."""
+        with self._lock:
+            self.admission.start(stream.request.id)
+
+    def on_tokens(self, stream: Stream, update: Update, now: float) -> None:
+        """Tokens have come; the stream's times are still those of the tokens before."""
+        for observer in self._observers:
+            _tell(observer.on_tokens, stream, update.index, now, len(update.token_ids))
+
+    def close(self, stream: Stream, error: Exception | None) -> None:
+        """A stream has ended, by itself or with an error."""
+        if self._remove(stream):
+            stream.finish(error)
+            self._tell_of_end(stream, error and _reason(error))
+
+
+def _tell(call: Callable[..., None], *args: object) -> None:
+    try:
+        call(*args)
+    except Exception as error:  # a client's tokens do not depend on who watches
+        _log.error("an observer failed", extra={"error": type(error).__name__, "at": error_location(error)})
+
+
+def _reason(error: Exception) -> str:
+    return error.reason if isinstance(error, GenerationError) else "invalid"

@@ -1,0 +1,90 @@
+"""What a compiled program's text says: every large copy, and every collective.
+
+Instructions inside fusions are not moves of memory and do not count, unless a fusion has nothing else in it. Nor does
+what goes to and from a chip's own memory (layouts with `S(1)`), which is how a compiler brings a weight in before it is
+needed.
+"""
+
+import re
+from dataclasses import dataclass, replace
+from math import prod
+
+COPIES = {"copy", "transpose", "bitcast-convert"}
+NOT_MOVES = {"parameter", "bitcast", "reshape", "tuple", "get-tuple-element"}
+COLLECTIVES = {"all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"}
+NUM_BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s64": 8}
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.-]+ = (.+?) ([\w-]+)\(")
+_ARRAY = re.compile(r"([a-z][a-z0-9]*)\[([0-9,]*)\]")
+_CALLED = re.compile(r"(?:calls|to_apply)=%?([\w.-]+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction that runs by itself."""
+
+    opcode: str
+    arrays: str
+    """What it makes: types, shapes and layouts."""
+    num_bytes: float
+    """Of the largest array that it makes, wherever that is."""
+    text: str
+
+
+def instructions(text: str) -> list[Instruction]:
+    """All instructions of a program outside fusions, as `compiled.as_text()` prints them.
+
+    A fusion that only moves an array counts as the copy or transpose that it is.
+    """
+    lines = text.splitlines()
+    fusions = {name for line in lines if " fusion(" in line for name in _CALLED.findall(line)}
+    inside: dict[str, set[str]] = {name: set() for name in fusions}
+    found, computation = [], ""
+    for line in lines:
+        if begin := _COMPUTATION.match(line):
+            computation = begin[1]
+        elif match := _INSTRUCTION.match(line):
+            opcode = match[2].removesuffix("-start")
+            if computation in inside:
+                inside[computation].add(opcode)
+            else:
+                size = max(map(_bytes, _ARRAY.findall(match[1])), default=0)
+                found.append(Instruction(opcode, match[1], size, line.strip()))
+    return [_as_move(instruction, inside) for instruction in found]
+
+
+def _as_move(instruction: Instruction, inside: dict[str, set[str]]) -> Instruction:
+    called = _CALLED.search(instruction.text)
+    opcodes = inside.get(called[1], set()) if instruction.opcode == "fusion" and called else set()
+    moves = opcodes & COPIES
+    return replace(instruction, opcode=min(moves)) if moves and opcodes <= COPIES | NOT_MOVES else instruction
+
+
+def _bytes(array: tuple[str, str]) -> float:
+    kind, dims = array
+    return prod(int(n) for n in dims.split(",") if n) * NUM_BYTES.get(kind, 4)
+
+
+def large_copies(text: str, least_bytes: float, types: set[str]) -> list[str]:
+    """Every copy, transpose or change of type, of at least so many bytes of these types, within the main memory."""
+    return [
+        i.text[:300]
+        for i in instructions(text)
+        if i.opcode in COPIES
+        and "S(1)" not in i.arrays
+        and i.num_bytes >= least_bytes
+        and i.arrays.lstrip("(").split("[")[0] in types
+    ]
+
+
+def collectives(text: str) -> list[Instruction]:
+    """Every collective; those of a loop's body are there once."""
+    return [i for i in instructions(text) if i.opcode in COLLECTIVES]
+
+
+def num_aliased(text: str) -> int:
+    """How many inputs an output takes the memory of."""
+    header = text.split("\n", 1)[0]
+    found = re.search(r"input_output_alias=\{(.*?)\}, entry", header)
+    return found[1].count(": (") if found else 0
