@@ -60,6 +60,8 @@ def measure(
     victim: Asker, stranger: Asker, num_pairs: int, seed: int, length: int = PROMPT_LEN
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Times of prompts that the victim has just asked and of new ones, in turn; and tokens the stranger found."""
+    for asker in (victim, stranger):
+        asker.close()  # the next request connects again: the server drops a connection that was idle for seconds
     rng = random.Random(seed)
     times: tuple[list[float], list[float]] = ([], [])
     num_found = 0
