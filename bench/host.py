@@ -49,7 +49,7 @@ def busy_scheduler(rows: int, waiting: int, max_model_len: int, seed: int = 0) -
 def made_up(plan: StepPlan) -> StepOutput:
     """A result in which every sample drew token 7."""
     tokens_SR = np.full((len(plan.samples), 1), 7, np.int32)
-    return StepOutput(tokens_SR, None, None, None, None, None, None)
+    return StepOutput(tokens_SR, None, None, None, None, None, None, None)
 
 
 def bytes_used(plan: StepPlan, inputs: StepInputs) -> int:

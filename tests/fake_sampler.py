@@ -36,6 +36,11 @@ def logprob(state: int, token: int) -> float:
     return -(hash((state, token)) % 4096) / 64
 
 
+def kept_mass(state: int) -> float:
+    """A probability that float32 holds exactly."""
+    return hash((state, 1, 1)) % 4096 / 4096
+
+
 def top(state: int) -> list[tuple[int, float]]:
     """The likeliest tokens and their log-probabilities."""
     first = hash((state,)) % 64
@@ -50,6 +55,15 @@ class SamplingRunner(FakeRunner):
         output = super()._rounds(inputs)
         del self._page_ids
         return output
+
+    def _score(self, states: list[int], scores: SampleInputs) -> StepOutput:
+        raw = [states[i] for i in scores.packed_index_S.tolist()]
+        absent = defaults(len(raw), self.vocab_size)
+        draws = absent if scores.temperature_S is None else scores
+        columns = [getattr(draws, f"{name}_S").tolist() for name in DRAWS]
+        no_penalties = [getattr(GREEDY, name) for name in PENALTIES]
+        mixed = [hash((state, *values, *no_penalties, (), ())) for state, *values in zip(raw, *columns, strict=True)]
+        return self._with_logprobs(super()._score(states, scores), raw, mixed, scores)
 
     def _draw(self, states: list[int], samples: SampleInputs) -> StepOutput:
         raw = [states[i] for i in samples.packed_index_S.tolist()]
@@ -80,7 +94,7 @@ class SamplingRunner(FakeRunner):
         if not samples.want_logprobs:
             return drawn
         tokens = drawn.tokens_SR[:, 0].tolist()
-        changes = {}
+        changes = {"kept_mass_SR": np.array([[kept_mass(state)] for state in mixed], np.float32)}
         for prefix, states in (("", raw), ("processed_", mixed)):
             values = [[logprob(state, token)] for state, token in zip(states, tokens, strict=True)]
             changes[f"{prefix}logprobs_SR"] = np.array(values, np.float32)

@@ -24,7 +24,7 @@ from quire.structured.form import Structured
 from quire.testing import InjectedError, fake_engine, hash_step, next_token
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
-from tests.fake_sampler import SamplingRunner, drawn_from, logprob, top
+from tests.fake_sampler import SamplingRunner, drawn_from, kept_mass, logprob, top
 from tests.reference import allowed_tokens, expected_end
 from tests.words import TOY_EOS, TOY_PIECES, toy_tokenizer
 
@@ -96,6 +96,15 @@ def random_params(rng: random.Random, has_text: bool) -> dict[str, Any]:
     if rng.random() < 0.03:
         del chosen["max_tokens"]
     return chosen
+
+
+def said_of(token: int, state: int, mixed: int | None, num_top: int) -> TokenLogprob:
+    """What a step says of a token: by the state before it, and by what it is drawn from, if anything is."""
+    raw = TokenLogprob(token, logprob(state, token), tuple(top(state)[:num_top]))
+    if mixed is None:
+        return raw
+    processed = logprob(mixed, token), tuple(top(mixed)[:num_top]), kept_mass(mixed)
+    return TokenLogprob(*raw[:3], *processed)
 
 
 def toy_allows(seen: tuple[int, ...], token: int) -> bool:
@@ -178,6 +187,8 @@ class History:
         """Sequence -> the first of its tokens that it began with and whose log-probability it asked for in vain."""
         self.rescored: set[Sequence] = set()
         """Those of them that were scored under two versions: whatever the numbers are, they are not foretold."""
+        self.scored_before: set[str] = set()
+        """Requests some of whose prompt was scored by weights that are gone, and kept."""
         self.num_requests = 0
         self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
@@ -333,6 +344,18 @@ class History:
                 if entry != TokenLogprob(token, logprob(state, token), tuple(top(state)[:k])):
                     raise MismatchError(f"{sequence.name}: {entry} at {position}")
 
+    def expect_prompt_scores(self, sequence: Sequence) -> None:
+        """Where nothing is drawn, prompt tokens are scored under what would be drawn from, too."""
+        params, state = self.params(sequence), 0
+        prompt = sequence.request.prompt_token_ids
+        unpenalised = {name: DECLARED[name].default for name in PENALTIES}
+        draws = replace(params, **unpenalised, logit_bias={}, min_tokens=0)
+        for token, entry in zip(prompt, sequence.prompt_logprobs, strict=False):
+            mixed = drawn_from(state, draws, [], 0, set()) if params.temperature else None
+            if entry and entry != said_of(token, state, mixed, params.logprobs or 0):
+                raise MismatchError(f"{sequence.name}: {entry} of {sequence.prompt_logprobs}")
+            state = hash_step(state, token, self.runner.weights)
+
     def watch(self, first: Sequence, advanced: bool) -> None:
         """The first in order always advances."""
         before, steps = self.stuck
@@ -361,8 +384,7 @@ class History:
             raise MismatchError(f"{sequence.name}: {token} at {position}, must be {must}")
         if params.logprobs is not None:
             k = params.logprobs
-            tops = tuple(top(state)[:k]), logprob(mixed, token), tuple(top(mixed)[:k])
-            if sequence.logprobs[at] != TokenLogprob(token, logprob(state, token), *tops):
+            if sequence.logprobs[at] != said_of(token, state, mixed, k):
                 raise MismatchError(f"{sequence.name}: {sequence.logprobs[at]} at {position}")
 
     def state(self, sequence: Sequence, position: int) -> int:
@@ -415,6 +437,8 @@ class History:
             raise MismatchError(f"{sequence.name}: prompt tokens from {start} on were to be scored, and not {scored}")
         if any(entry and entry.token_id != token for entry, token in zip(scored, prompt, strict=False)):
             raise MismatchError(f"{sequence.name}: {scored} are not of the prompt")
+        if reason and params.max_tokens == 0 and sequence.request.id not in self.mixed | self.scored_before:
+            self.expect_prompt_scores(sequence)
         if sequence.num_cached_tokens:
             self.meet("prefix", [sequence])
         if reason is None:
@@ -554,6 +578,7 @@ class History:
             self.undisturbed.pop(sequence.request.id, None)
         if running == "keep":
             self.mixed |= {s.request.id for s in begun}
+            self.scored_before |= {s.request.id for s in self.alive if any(s.prompt_logprobs)}
         self.rescored.update(self.unscored)
         self.engine.set_weights(self.runner.weights + 1, version=self.runner.weights + 1, running=running)  # type: ignore
         self.states.clear()

@@ -237,7 +237,7 @@ def drop_the_last_score(patch):
     def add_less(self, sequence, num_tokens, waiting_for_prompt=()):
         add(self, sequence, num_tokens, waiting_for_prompt)
         last = sequence.prompt_len - 1
-        self.plan.samples = [s for s in self.plan.samples if s.target is None or s.position != last or last < 3]
+        self.plan.scores = [s for s in self.plan.scores if s.position != last or last < 3]
 
     patch.setattr(Planner, "add", add_less)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire import LLM, SamplingParams
+from quire import LLM, SamplingParams, Structured
 from quire.core.errors import AuditError, RequestError
 from quire.core.request import Request
 from quire.device.mesh import make_mesh
@@ -203,6 +203,50 @@ def test_scores_do_not_depend_on_chunks_or_company(llm):
         out = other.generate([long, *PROMPTS[:5]], params)[0]
         np.testing.assert_allclose([e.logprob for e in out.prompt_logprobs[1:]], whole, atol=1e-4)
         assert out.outputs[0].token_ids == []
+
+
+def test_tokens_are_scored_under_what_they_were_drawn_from(llm):
+    params = SamplingParams(
+        temperature=1.3, top_k=12, top_p=0.9, seed=5, logprobs=20, n=3, max_tokens=90, ignore_eos=True
+    )
+    prompt = PROMPTS[4]
+    outputs = llm.generate([prompt], params)[0].outputs
+    sequences = [prompt + output.token_ids for output in outputs]
+    scores = llm.score_drawn(sequences, params, start=len(prompt))
+    for output, score in zip(outputs, scores, strict=True):
+        drawn = output.logprobs
+        np.testing.assert_allclose(score.logprobs, [entry.logprob for entry in drawn], atol=1e-4)
+        np.testing.assert_allclose(score.processed_logprobs, [e.processed_logprob for e in drawn], atol=1e-4)
+        np.testing.assert_allclose(score.kept_mass, [entry.kept_mass for entry in drawn], atol=1e-4)
+        assert (score.kept_mass < 1).any()
+        assert score.kept_ids.shape[1] <= 12
+        for ids, entry in zip(score.kept_ids.tolist(), drawn, strict=True):
+            kept = [token_id for token_id, _ in entry.processed_top]
+            assert ids == kept + [-1] * (len(ids) - len(kept))
+            assert entry.token_id in kept
+    other = llm.score_drawn(sequences[0], SamplingParams(top_k=1), start=len(prompt))
+    is_likeliest = [entry.token_id == entry.top[0][0] for entry in outputs[0].logprobs]
+    assert [value == 0 for value in other.processed_logprobs] == is_likeliest
+    assert [value == -np.inf for value in other.processed_logprobs] == [not found for found in is_likeliest]
+    assert other.kept_ids.shape == (90, 0)
+
+
+def test_scores_are_of_the_budget_and_cost_no_draw(llm):
+    """As many tokens of a step are scored as it has, in the company of others, and none is an output."""
+    long = RNG.integers(1, VOCAB, size=240).tolist()
+    with tiny_llm(max_num_batched_tokens=96, max_num_seqs=4, debug=True) as other:
+        before = other.engine.stats().steps
+        np.testing.assert_allclose(other.score(long), llm.score(long), atol=1e-4)
+        assert other.engine.stats().steps - before == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 0), ("presence_penalty", 0.5), ("logit_bias", {3: 1.0}), ("structured", Structured(regex="a"))],
+)
+def test_what_scores_cannot_follow_is_refused(llm, field, value):
+    with pytest.raises(ValueError, match=field):
+        llm.score_drawn([1, 2, 3], SamplingParams(**{field: value}))
 
 
 def test_stop_ids_eos_and_min_tokens(llm):

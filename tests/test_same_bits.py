@@ -29,11 +29,24 @@ def check_equal(got, expected, how: str) -> None:
         np.testing.assert_array_equal(one, other, err_msg=f"sample {i}, {how}")
 
 
+def whole_sequences(outputs) -> tuple[list[list[int]], list[int]]:
+    """The tokens of every sample with its prompt's, and where the prompt ends."""
+    sequences = [(output.prompt_token_ids, one.token_ids) for output in outputs for one in output.outputs]
+    return [[*prompt, *tokens] for prompt, tokens in sequences], [len(prompt) for prompt, _ in sequences]
+
+
+def check_score_drawn(llm, outputs, params) -> None:
+    whole, starts = whole_sequences(outputs)
+    scores = llm.score_drawn(whole, params, start=starts)
+    for score, one in zip(scores, [one for output in outputs for one in output.outputs], strict=True):
+        np.testing.assert_array_equal(score.processed_logprobs, [np.float32(e.processed_logprob) for e in one.logprobs])
+        np.testing.assert_array_equal(score.kept_mass, [np.float32(entry.kept_mass) for entry in one.logprobs])
+        assert (score.kept_mass < 1).any()
+
+
 def check_score(llm, outputs) -> None:
     expected = reported(outputs)
-    sequences = [(output.prompt_token_ids, one.token_ids) for output in outputs for one in output.outputs]
-    whole = [[*prompt, *tokens] for prompt, tokens in sequences]
-    starts = [len(prompt) for prompt, _ in sequences]
+    whole, starts = whole_sequences(outputs)
     check_equal(llm.score(whole, start=starts), expected, "scored")
     llm.engine.reset()
     alone = [llm.score(tokens, start=start) for tokens, start in zip(whole, starts, strict=True)]
@@ -85,6 +98,8 @@ def test_forks_preemption_and_other_company_change_no_bit(temperature):
         outputs = llm.generate(PROMPTS, params)
         expected = reported(outputs)
         check_train(llm, outputs, temperature)
+        truncated = replace(params, top_p=0.9)
+        check_score_drawn(llm, llm.generate(PROMPTS, truncated), truncated)
     for preemption in ("swap", "recompute"):
         with tiny_llm(config, num_pages=24, preemption=preemption, max_model_len=60, **knobs) as llm:
             check_equal(reported(llm.generate(PROMPTS, params)), expected, preemption)

@@ -12,7 +12,7 @@ import pytest
 
 from quire.cli import build_parser, sampling_params
 from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, Declared, Range, SamplingParams
-from quire.device.inputs import default_samples
+from quire.device.inputs import SCORE_FIELDS, default_samples
 from quire.engine.packer import NEUTRAL
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.openai import schema
@@ -91,6 +91,7 @@ def test_the_proto_has_it(declared):
 def test_the_device_has_a_column_for_it_whose_default_changes_nothing(name):
     column = getattr(default_samples(3, 64), f"{name}_S", None)
     assert column is not None, f"device/inputs.py: SampleInputs and default_samples need {name}_S"
+    assert name not in DRAWS or f"{name}_S" in SCORE_FIELDS, "a token is scored under what it is drawn from"
     assert column.dtype == NEUTRAL[name].dtype
     assert column.tolist() == [NEUTRAL[name]] * 3
     assert name == "temperature" or NEUTRAL[name] == DECLARED[name].default

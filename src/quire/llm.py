@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -32,7 +33,7 @@ from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
 from quire.engine.engine import Engine
 from quire.interrupts import Interrupts
 from quire.job import GenerationInterrupted, Job, ReadyPrompt, naming_prompt
-from quire.outputs import RequestOutput, TextChunk, embedding_of, new_text
+from quire.outputs import RequestOutput, Scores, TextChunk, embedding_of, new_text
 from quire.progress import JobProgress, StartProgress
 from quire.text.tokenizer import Tokenizer
 
@@ -333,18 +334,58 @@ class LLM:
         one for each. What lies before it is read from the prefix cache where that has it. By the same forward, pages
         and chunks that generate; nothing is drawn.
         """
+        raw = SamplingParams(max_tokens=0, prompt_logprobs=True, temperature=0)
+        scores = self._score(token_ids, raw, start, cache_salt=cache_salt, progress=progress)
+        return scores.logprobs if isinstance(scores, Scores) else [each.logprobs for each in scores]
+
+    @overload
+    def score_drawn(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        start: int = 1,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> Scores: ...
+    @overload
+    def score_drawn(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        start: int | Sequence[int] = 1,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> list[Scores]: ...
+    def score_drawn(
+        self,
+        token_ids: Sequence[Any],
+        params: SamplingParams,
+        *,
+        start: int | Sequence[int] = 1,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> Any:
+        """`score`, also under what the tokens are drawn from with `params`: temperature, top-k, top-p, min-p, sigma.
+
+        Of a sequence the `Scores`, of a list of them a list. `params.logprobs` says how many of the tokens that could
+        be drawn are named beside each.
+        """
+        scored = params.for_scoring()
+        return self._score(token_ids, scored, start, cache_salt=cache_salt, progress=progress)
+
+    def _score(
+        self, token_ids: Sequence[Any], params: SamplingParams, start: int | Sequence[int], **how: Any
+    ) -> Scores | list[Scores]:
         is_one = len(token_ids) == 0 or is_one_prompt(plain(token_ids))
         prompts = [token_ids] if is_one else token_ids
         starts = plain(start)
         starts = [starts] * len(prompts) if not isinstance(starts, Sequence) else starts
         if len(starts) != len(prompts):
             raise ValueError(f"start has {len(starts)} numbers for {len(prompts)} sequences: give one for each, or one")
-        params = [SamplingParams(max_tokens=0, prompt_logprobs=True, prompt_logprobs_start=each) for each in starts]
-        outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
-        scores = [
-            np.array([entry.logprob for entry in output.prompt_logprobs or () if entry], np.float32)
-            for output in outputs
-        ]
+        outputs = self.generate(prompts, [replace(params, prompt_logprobs_start=each) for each in starts], **how)
+        scores = [Scores.of(output.prompt_logprobs or ()) for output in outputs]
         return scores[0] if is_one else scores
 
     def embed(

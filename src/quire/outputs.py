@@ -52,6 +52,42 @@ class RequestOutput:
     __repr__ = short_repr
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How likely each token of a sequence was, from a start on; arrays with an entry for each."""
+
+    logprobs: np.ndarray
+    """Under the model itself, in float32."""
+    processed_logprobs: np.ndarray
+    """Under what it is drawn from: -inf where it could not be drawn. NaN where nothing said how to draw."""
+    kept_mass: np.ndarray
+    """The probability that all tokens which could be drawn had together, at that temperature, before the others were
+    cut off: 1 where nothing is cut off."""
+    kept_ids: np.ndarray
+    """`[tokens, most]`: the likeliest tokens that could be drawn, as many as were asked for; -1 behind the last."""
+
+    __repr__ = short_repr
+
+    @classmethod
+    def of(cls, entries: SequenceOf[TokenLogprob | None]) -> "Scores":
+        """Of what a request says of its prompt; tokens before its start have no entry."""
+        scored = [entry for entry in entries if entry]
+
+        def floats(values: SequenceOf[float | None]) -> np.ndarray:
+            return np.array(values, np.float32)  # None is NaN
+
+        kept = [[token_id for token_id, _ in entry.processed_top] for entry in scored]
+        kept_ids = np.full((len(kept), max(map(len, kept), default=0)), -1, np.int32)
+        for row, ids in zip(kept_ids, kept, strict=True):
+            row[: len(ids)] = ids
+        return cls(
+            floats([entry.logprob for entry in scored]),
+            floats([entry.processed_logprob for entry in scored]),
+            floats([entry.kept_mass for entry in scored]),
+            kept_ids,
+        )
+
+
 @dataclass(slots=True)
 class TextChunk:
     """A piece of a stream: certain text, its tokens, and at the end why it ended."""

@@ -177,7 +177,8 @@ class FakeRunner:
             drawn.tokens_SR[~is_active] = INVALID
             outputs.append(drawn)
         whole = jax.tree.map(lambda *columns: np.concatenate(columns, axis=1), *outputs)
-        return replace(whole, pooled_BD=self._pool(first_states, inputs))
+        scores = None if inputs.scores is None else self._score(first_states, inputs.scores)
+        return replace(whole, scores=scores, pooled_BD=self._pool(first_states, inputs))
 
     @staticmethod
     def _pool(states: list[int], inputs: StepInputs) -> np.ndarray | None:
@@ -267,9 +268,6 @@ class FakeRunner:
         tokens = np.zeros((num_samples, 1), np.int32)
         columns = (samples.packed_index_S.tolist(), samples.position_S.tolist())
         for i, (at, position) in enumerate(zip(*columns, strict=True)):
-            if samples.target_S is not None and samples.target_S[i] != INVALID:
-                tokens[i, 0] = samples.target_S[i]
-                continue
             token = next_token(states[at], self.vocab_size)
             if samples.temperature_S is not None and samples.temperature_S[i]:
                 high, low = samples.seed_S2[i].tolist()
@@ -278,10 +276,20 @@ class FakeRunner:
             if samples.bias_SE is not None or samples.mask_SW is not None:
                 token = self._first_allowed(token, i, samples)
             tokens[i, 0] = token
-        logprobs: Any = np.zeros((num_samples, 1), np.float32) if samples.want_logprobs else None
-        width = (num_samples, 1, NUM_TOP_LOGPROBS)
+        return self._say(tokens, samples)
+
+    def _score(self, states: list[int], scores: SampleInputs) -> StepOutput:
+        del states
+        return self._say(scores.target_S[:, None], scores)
+
+    @staticmethod
+    def _say(tokens_SR: np.ndarray, samples: SampleInputs) -> StepOutput:
+        """What a step says of tokens: nothing of how likely they are."""
+        shape = tokens_SR.shape
+        logprobs: Any = np.zeros(shape, np.float32) if samples.want_logprobs else None
+        width = (*shape, NUM_TOP_LOGPROBS)
         top_ids, top = (np.zeros(width, np.int32), np.zeros(width, np.float32)) if samples.want_top else (None, None)
-        return StepOutput(tokens, logprobs, top_ids, top, logprobs, top_ids, top)
+        return StepOutput(tokens_SR, logprobs, top_ids, top, logprobs, logprobs, top_ids, top)
 
     def _first_allowed(self, token: int, sample: int, samples: SampleInputs) -> int:
         """The first token from this one on that no bias and no mask forbids."""

@@ -24,20 +24,25 @@ class Result:
     top_ids_SRX: np.ndarray
     top_logprobs_SRX: np.ndarray
     processed_logprobs_SR: np.ndarray
+    kept_mass_SR: np.ndarray
     processed_top_ids_SRX: np.ndarray
     processed_top_logprobs_SRX: np.ndarray
+    scores: "Result | None" = None
 
 
 def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> Result:
-    """Every sample draws `token(sequence, position)`, or a constant; scored samples get their target."""
-    ids = [
-        s.target if s.target is not None else token(s.sequence, s.position) if callable(token) else token
-        for s in plan.samples
-    ]
-    tokens = np.array(ids, np.int32).reshape(-1, 1)
+    """Every sample draws `token(sequence, position)`, or a constant."""
+    drawn = said_of([token(s.sequence, s.position) if callable(token) else token for s in plan.samples])
+    drawn.scores = said_of([score.token_id for score in plan.scores])
+    return drawn
+
+
+def said_of(token_ids: list[int]) -> Result:
+    """One round of these."""
+    tokens = np.array(token_ids, np.int32).reshape(-1, 1)
     logprobs, top_ids = -np.ones(tokens.shape, np.float32), np.zeros((*tokens.shape, 20), np.int32)
     top = np.zeros((*tokens.shape, 20), np.float32)
-    return Result(tokens, logprobs, top_ids, top, logprobs, top_ids, top)
+    return Result(tokens, logprobs, top_ids, top, logprobs, logprobs, top_ids, top)
 
 
 def scheduler(

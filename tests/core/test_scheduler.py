@@ -264,24 +264,25 @@ def test_commit_takes_a_row_of_several_rounds_up_to_its_stop(arrive):
     assert sequence.finish_reason is FinishReason.EOS
 
 
-def test_prompt_log_probabilities_take_one_sample_for_each_prompt_token(arrive):
-    s = scheduler(rows=2, budget=16, max_num_samples=6)
+def test_prompt_log_probabilities_take_one_score_for_each_prompt_token_and_no_more_steps(arrive):
+    s = scheduler(rows=2, budget=6, max_num_samples=2)
     scored, other = arrive(9, 0, prompt_logprobs=True), arrive(3, 2)
     s.add(scored)
     s.add(other)
     positions = []
     while s.running or s.waiting:
         plan = s.schedule()
-        assert len(plan.samples) <= 6
-        positions += [x.position for x in plan.samples if x.sequence is scored]
+        assert len(plan.samples) <= 2
+        positions.append([x.position for x in plan.scores if x.sequence is scored])
         s.commit(plan, result(plan))
-    assert positions == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert positions[:2] == [[1, 2, 3, 4, 5, 6], [7, 8]]
+    assert not any(positions[2:])
     assert scored.finish_reason is FinishReason.LENGTH
     assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *range(101, 109)]
 
 
 def test_a_preempted_score_does_not_score_twice(arrive):
-    s = scheduler(rows=2, budget=16, num_pages=6, page_size=4, max_num_samples=2)
+    s = scheduler(rows=2, budget=3, num_pages=6, page_size=4, max_num_samples=2)
     s.add(arrive(8, 12))
     scored = arrive(12, 1, prompt_logprobs=True)
     s.add(scored)

@@ -51,7 +51,7 @@ def inputs(params: list[SamplingParams], positions: list[int] | None = None, see
         request = Request(id=str(i), prompt_token_ids=(1,), params=one)
         seed = (seeds[i] if seeds else one.seed) or 0
         sequence = Sequence(request, index=0, arrival=i, seed=seed, max_tokens=9, eos_ids=frozenset(eos))
-        samples.append(Sample(sequence, 0, i, positions[i] if positions else 5, None))
+        samples.append(Sample(sequence, 0, i, positions[i] if positions else 5))
     return pack_samples(samples, len(params) + pad)
 
 
@@ -218,6 +218,42 @@ def test_a_target_is_scored_not_drawn():
     np.testing.assert_allclose(
         out.logprobs_SR[0, 0], x[0, 123] - np.log(np.exp(x[0].astype(np.float64)).sum()), atol=1e-5
     )
+
+
+@each_draw
+@pytest.mark.parametrize("fields", [{}, *EACH_CUT, {"top_k": 40, "top_p": 0.7}], ids=str)
+def test_a_target_is_scored_under_what_would_be_drawn_from(fields, native):
+    """One that is left, one that is cut off, and the mass of what is left: as float64 finds them."""
+    params = SamplingParams(temperature=0.7, **fields)
+    x = logits(2, vocab=500)
+    x[1] = x[0]
+    probabilities = expected_distribution(x[0], params)
+    left, cut = int(probabilities.argmax()), int(x[0].argmin())
+    made = dataclasses.replace(
+        inputs([params] * 2), target_S=np.array([left, cut], np.int32), want_logprobs=np.array(True)
+    )
+    out = run(x, made, native=native)
+    assert out.tokens_SR[:, 0].tolist() == [left, cut]
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(out.processed_logprobs_SR[:, 0], np.log(probabilities[[left, cut]]), rtol=1e-4)
+    whole = expected_distribution(x[0], SamplingParams(temperature=0.7))
+    np.testing.assert_allclose(out.kept_mass_SR[:, 0], [whole[probabilities > 0].sum()] * 2, rtol=1e-4)
+    assert (out.processed_logprobs_SR[1, 0] == -np.inf) == bool(fields)
+
+
+@each_draw
+@pytest.mark.parametrize("fields", [{"top_k": 3}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_what_was_drawn_scores_as_it_was_drawn(fields, native):
+    """Bit for bit, and nothing that was drawn is found impossible: not beside equals, nor where rounding decides."""
+    params = SamplingParams(temperature=1.7, seed=3, logprobs=0, **fields)
+    x = logits(64, vocab=200, spread=1.0).round(1)
+    x[::2] += np.random.default_rng(1).standard_normal(x[::2].shape).astype(np.float32) * 1e-7
+    made = inputs([params] * 64, positions=list(range(1, 65)))
+    drawn = run(x, made, native=native)
+    scored = run(x, dataclasses.replace(made, target_S=drawn.tokens_SR[:, 0]), native=native)
+    np.testing.assert_array_equal(scored.processed_logprobs_SR, drawn.processed_logprobs_SR)
+    np.testing.assert_array_equal(scored.kept_mass_SR, drawn.kept_mass_SR)
+    assert np.isfinite(drawn.processed_logprobs_SR).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

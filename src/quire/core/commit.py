@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from quire.core.errors import AuditError
-from quire.core.plan import Row, Sample, StepPlan, StepResult
+from quire.core.plan import Row, Sample, StepPlan, StepResult, TokenResult
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
 from quire.core.stopping import FinishReason, Grammar
 
@@ -22,11 +22,6 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
         sequence = sample.sequence
         if sequence.state is SequenceState.FINISHED:
             continue  # aborted while the step was in flight
-        if sample.target is not None:
-            is_prompt = sample.position < sequence.prompt_len
-            scores = sequence.prompt_logprobs if is_prompt else sequence.logprobs
-            scores.append(_logprob(sequence, result, i, 0, drawn=False))
-            continue
         reason, accepted = None, []
         for round_, token_id in enumerate(all_tokens[i]):
             if token_id < 0:
@@ -36,12 +31,24 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
             sequence.weight_versions.append(version)
             accepted.append(token_id)
             if sequence.params.logprobs is not None:
-                sequence.logprobs.append(_logprob(sequence, result, i, round_, drawn=True))
+                sequence.logprobs.append(_logprob(sequence, result, i, round_, processed=True))
             reason = stop_reason(sequence)
             if reason is not None:
                 break
         events.append(TokenEvent(sequence, tuple(accepted), reason))
     return events
+
+
+def accept_scores(plan: StepPlan, result: StepResult) -> None:
+    """Take over the log-probabilities of tokens that were there before; those of a sequence come in order.
+
+    Also under the parameters to draw with, where these are all that a request is about.
+    """
+    for i, (sequence, _, _, position, _) in enumerate(plan.scores):
+        if sequence.state is not SequenceState.RUNNING:
+            continue  # aborted while the step was in flight
+        scores = sequence.prompt_logprobs if position < sequence.prompt_len else sequence.logprobs
+        scores.append(_logprob(sequence, _asked(result.scores), i, 0, processed=sequence.scores_draws))
 
 
 def accept_pooled(plan: StepPlan, result: StepResult) -> None:
@@ -119,12 +126,12 @@ def allowed_tokens(sequence: Sequence, grammar: Grammar, mask: np.ndarray) -> np
     return mask
 
 
-def _logprob(sequence: Sequence, result: StepResult, sample: int, round_: int, *, drawn: bool) -> TokenLogprob:
-    """What the step says of one token; of a scored one, which was not drawn, only under the model itself."""
-    at, count = (sample, round_), sequence.params.logprobs or 0
+def _logprob(sequence: Sequence, result: TokenResult, index: int, round_: int, *, processed: bool) -> TokenLogprob:
+    """What the step says of one token: under the model itself, and if `processed` under what it is drawn from."""
+    at, count = (index, round_), sequence.params.logprobs or 0
     token_id, logprob = int(result.tokens_SR[at]), float(_asked(result.logprobs_SR)[at])
     top = _top(result.top_ids_SRX, result.top_logprobs_SRX, at, count)
-    if not drawn:
+    if not processed:
         return TokenLogprob(token_id, logprob, top)
     processed_top = _top(result.processed_top_ids_SRX, result.processed_top_logprobs_SRX, at, count)
     return TokenLogprob(
@@ -133,6 +140,7 @@ def _logprob(sequence: Sequence, result: StepResult, sample: int, round_: int, *
         top,
         float(_asked(result.processed_logprobs_SR)[at]),
         tuple((id_, value) for id_, value in processed_top if value > float("-inf")),
+        float(_asked(result.kept_mass_SR)[at]),
     )
 
 
@@ -145,7 +153,7 @@ def _top(
     return tuple(zip(_asked(ids_SRX)[at][:count].tolist(), _asked(logprobs_SRX)[at][:count].tolist(), strict=True))
 
 
-def _asked(array: np.ndarray | None) -> np.ndarray:
-    if array is None:
+def _asked[T](result: T | None) -> T:
+    if result is None:
         raise AuditError("a request asked for what its steps did not fetch")
-    return array
+    return result

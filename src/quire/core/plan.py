@@ -1,8 +1,9 @@
 """The decision for one step, in host terms: what the scheduler hands on and what it gets back.
 
-A plan is made fresh every step. Rows say which positions are computed, samples say which logits are drawn from:
-they are apart because a row may have none (a chunk inside a prompt), one, or many (prompt log-probabilities), and
-several samples may draw from one row. Embeds say which hidden states are handed out: a row that is embedded has one.
+A plan is made fresh every step. Rows say which positions are computed, samples say which logits are drawn from, scores
+which of them say how likely a given token was: they are apart because a row may have none (a chunk inside a prompt),
+several samples may draw from one row, and a row may have a score for each of its tokens. Embeds say which hidden states
+are handed out: a row that is embedded has one.
 """
 
 from dataclasses import dataclass, field
@@ -32,8 +33,17 @@ class Sample(NamedTuple):
     packed_index: int
     """Which token of the step, counted over all rows in order."""
     position: int
-    target: int | None
-    """Score this token instead of drawing one: its log-probability is what the sample is for."""
+
+
+class Score(NamedTuple):
+    """Find the log-probability of the token at `position`, which is there, by the logits of the token before it."""
+
+    sequence: Sequence
+    row: int
+    packed_index: int
+    """Which token of the step the logits are of, counted over all rows in order."""
+    position: int
+    token_id: int
 
 
 class Embed(NamedTuple):
@@ -64,6 +74,7 @@ class StepPlan:
 
     rows: list[Row] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
     embeds: list[Embed] = field(default_factory=list)
     num_tokens: int = 0
     operations: list[PageOperations] = field(default_factory=lambda: [PageOperations()])
@@ -75,22 +86,21 @@ class StepPlan:
     @property
     def can_go_on(self) -> bool:
         """Whether the device could run more than one round: every row has one token, and draws one for itself."""
-        return self.num_tokens == len(self.rows) == len(self.samples) and all(
-            sample.row == i and sample.target is None for i, sample in enumerate(self.samples)
-        )
+        one_each = self.num_tokens == len(self.rows) == len(self.samples) and not self.scores
+        return one_each and all(sample.row == i for i, sample in enumerate(self.samples))
 
 
-class StepResult(Protocol):
-    """What commit needs of a finished step; `S` counts the plan's samples, padding after them is ignored."""
+class TokenResult(Protocol):
+    """What a step says of tokens, one column a round; padding after the last is ignored."""
 
     @property
     def tokens_SR(self) -> np.ndarray:
-        """Drawn (or scored) token ids, one column a round; negative in rounds that a row took no part in."""
+        """Drawn (or scored) token ids; negative in rounds that a row took no part in."""
         ...
 
     @property
     def logprobs_SR(self) -> np.ndarray | None:
-        """Their raw log-probabilities; None if no sample of the step asked, as all that follows."""
+        """Their raw log-probabilities; None if nobody in the step asked, as all that follows."""
         ...
 
     @property
@@ -105,17 +115,31 @@ class StepResult(Protocol):
 
     @property
     def processed_logprobs_SR(self) -> np.ndarray | None:
-        """The tokens' log-probabilities under what they were drawn from."""
+        """The tokens' log-probabilities under what they are drawn from; -inf for one that could not be drawn."""
+        ...
+
+    @property
+    def kept_mass_SR(self) -> np.ndarray | None:
+        """The probability that all tokens which could be drawn have together, before the others were cut off."""
         ...
 
     @property
     def processed_top_ids_SRX(self) -> np.ndarray | None:
-        """The likeliest tokens of that."""
+        """The likeliest tokens of what is drawn from."""
         ...
 
     @property
     def processed_top_logprobs_SRX(self) -> np.ndarray | None:
         """Their log-probabilities; -inf for a token that could not be drawn."""
+        ...
+
+
+class StepResult(TokenResult, Protocol):
+    """What commit needs of a finished step: an entry for each of the plan's samples, in order."""
+
+    @property
+    def scores(self) -> TokenResult | None:
+        """An entry for each of the plan's scores; None if it has none."""
         ...
 
     @property

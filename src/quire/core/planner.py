@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 
 from quire.core.page_tables import PageTables
-from quire.core.plan import Embed, Row, Sample, StepPlan
+from quire.core.plan import Embed, Row, Sample, Score, StepPlan
 from quire.core.sequence import Sequence
 
 
@@ -32,14 +32,9 @@ class Planner:
 
     def share(self, sequence: Sequence, computed: int) -> int:
         """How many tokens of this sequence, of which `computed` are done, fit into the step; 0 for none."""
-        num_tokens = min(sequence.num_tokens - computed, self._tokens_left - self._tokens_set_aside)
-        num_samples = self._samples_left - self._samples_set_aside
-        if num_samples < 1:
+        if self._samples_left - self._samples_set_aside < 1:
             return 0
-        unscored = sequence.first_unscored
-        if unscored is not None:  # from the token before it on, every token is drawn from
-            num_tokens = min(num_tokens, max(unscored - 1 - computed, 0) + num_samples)
-        return num_tokens
+        return min(sequence.num_tokens - computed, self._tokens_left - self._tokens_set_aside)
 
     def add_decoding(self, sequence: Sequence) -> None:
         """Plan the newest token of a running sequence, and draw the next: both were set aside for it.
@@ -47,7 +42,7 @@ class Planner:
         This is `claim` and `add` for what nearly every row of a busy engine is.
         """
         plan, first = self.plan, sequence.num_computed
-        plan.samples.append(Sample(sequence, len(plan.rows), plan.num_tokens, first + 1, None))
+        plan.samples.append(Sample(sequence, len(plan.rows), plan.num_tokens, first + 1))
         plan.rows.append(Row(sequence, first, 1, 1))
         plan.num_tokens += 1
         self._tokens_set_aside -= 1
@@ -56,7 +51,7 @@ class Planner:
         self._samples_left -= 1
 
     def add(self, sequence: Sequence, num_tokens: int, waiting_for_prompt: SequenceOf[Sequence] = ()) -> None:
-        """Plan the next `num_tokens` of a sequence, and what is to be drawn from them.
+        """Plan the next `num_tokens` of a sequence, and what is to be scored and drawn by them.
 
         The logits of position p are for position p+1: a chunk [first, end) may score first+1 .. end, where `end`
         itself is drawn, not scored, once every known token is in. Then those `waiting_for_prompt` draw from the same
@@ -67,14 +62,14 @@ class Planner:
         end = first + num_tokens
         samples, base = plan.samples, plan.num_tokens - first - 1
         num_samples_before = len(samples)
-        for position in sequence.unscored_between(first + 1, end + 1):
-            (token_id,) = sequence.tokens_between(position, position + 1)
-            samples.append(Sample(sequence, row, base + position, position, token_id))
+        for part in sequence.unscored_between(first + 1, end + 1):
+            for position, token_id in zip(part, sequence.tokens_between(part.start, part.stop), strict=True):
+                plan.scores.append(Score(sequence, row, base + position, position, token_id))
         if end == sequence.num_tokens and sequence.max_tokens:
-            samples.append(Sample(sequence, row, base + end, end, None))
+            samples.append(Sample(sequence, row, base + end, end))
             if waiting_for_prompt and end == sequence.prompt_len:
-                spare = self._samples_left - self._samples_set_aside - (len(samples) - num_samples_before)
-                samples += [Sample(child, row, base + end, end, None) for child in waiting_for_prompt[: max(spare, 0)]]
+                spare = self._samples_left - self._samples_set_aside - 1
+                samples += [Sample(child, row, base + end, end) for child in waiting_for_prompt[: max(spare, 0)]]
         if sequence.params.pooling == "mean":
             plan.embeds.append(Embed(row, plan.num_tokens))
         elif sequence.params.pooling and end == sequence.num_tokens:

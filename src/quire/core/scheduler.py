@@ -16,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from operator import add
 
-from quire.core.commit import accept_pooled, accept_tokens, computed_end
+from quire.core.commit import accept_pooled, accept_scores, accept_tokens, computed_end
 from quire.core.errors import AuditError
 from quire.core.forks import fork_of
 from quire.core.page_tables import PageCounts, PageTables
@@ -294,6 +294,8 @@ class Scheduler:
             families = {id(s.family): list(s.family) for s in begun}.values()
             return [s for s in chain.from_iterable(families) if self.abort(s)]
         if running == "recompute":
+            for sequence in chain(self.running, self.waiting):
+                sequence.forget_prompt_scores()
             for sequence in begun:
                 if sequence.state is SequenceState.RUNNING:
                     self.preempt(sequence, swap=False)
@@ -356,6 +358,7 @@ class Scheduler:
         samples = enumerate(plan.samples)
         if not all(counts):
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
+        accept_scores(plan, result)  # what a row scores comes before what it draws
         events = accept_tokens(samples, result, weights.version)
         accept_pooled(plan, result)
         for is_alive, row in zip(counts, plan.rows, strict=True):

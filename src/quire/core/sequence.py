@@ -57,8 +57,8 @@ class TokenLogprob(NamedTuple):
     """A token and its log-probability, raw and processed; alternatives likeliest first.
 
     Raw is under the model itself, what a trainer computes. Processed is under what the token was drawn from: after
-    penalties, bias, temperature and cuts (0 for a greedy token, whose choice was certain). Scored prompt tokens were
-    not drawn and have raw ones only.
+    penalties, bias, temperature and cuts (0 for a greedy token, whose choice was certain). Prompt tokens were not drawn
+    and have raw ones only, but for those of a request that draws nothing (`max_tokens=0`) at a temperature above 0.
     """
 
     token_id: int
@@ -67,6 +67,9 @@ class TokenLogprob(NamedTuple):
     processed_logprob: float | None = None
     processed_top: tuple[tuple[int, float], ...] = ()
     """Only tokens that could have been drawn."""
+    kept_mass: float | None = None
+    """The probability, at that temperature, that all tokens which could be drawn had together before top-k, top-p,
+    min-p and top-n-sigma cut the others off: 1 if nothing was cut. Given with `processed_logprob`."""
 
     def __repr__(self) -> str:
         return short_repr(self)
@@ -234,6 +237,12 @@ class Sequence:
         elif all(parent.prompt_logprobs[start:]):
             self.prompt_logprobs = [*self.prompt_logprobs, *parent.prompt_logprobs[start:]]
 
+    def forget_prompt_scores(self) -> None:
+        """Have its prompt scored anew, as all of it is to be under one version of the weights, unless it is done."""
+        if not self.num_output:
+            start = self.params.prompt_logprobs_start if self.params.prompt_logprobs else 1
+            del self.prompt_logprobs[start:]
+
     def join_family(self) -> None:
         """Be one of the sequences of its parent's request from here on."""
         self.family[0].next_index += 1
@@ -275,9 +284,15 @@ class Sequence:
         prompt = self.request.prompt_token_ids[start:end]
         return prompt if end <= prompt_len else [*prompt, *self.output_token_ids[: end - prompt_len]]
 
-    def unscored_between(self, start: int, end: int) -> list[int]:
+    def unscored_between(self, start: int, end: int) -> list[range]:
         """Positions of `start .. end-1` whose tokens are there, and their log-probabilities, though asked for, not."""
-        return [i for part in self._unscored() for i in range(max(start, part.start), min(end, part.stop))]
+        parts = [range(max(start, part.start), min(end, part.stop)) for part in self._unscored()]
+        return [part for part in parts if part]
+
+    @property
+    def scores_draws(self) -> bool:
+        """Whether its tokens are scored under its parameters to draw with, too: when it draws none itself."""
+        return self.max_tokens == 0 and self.params.temperature > 0
 
     @property
     def first_unscored(self) -> int | None:

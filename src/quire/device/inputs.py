@@ -5,7 +5,7 @@ by construction: a padded token's destination lies outside the pool and its writ
 tokens and no KV, a padded sample draws from token 0 and nobody reads it.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -131,6 +131,12 @@ class SampleInputs:
     """The tokens that may be drawn: bit t % 32 of word t // 32."""
 
 
+SAMPLE_FIELDS = tuple(field.name for field in fields(SampleInputs))
+FLAGS = ("has_mask", "want_logprobs", "want_top")
+SCORE_FIELDS = (*FLAGS, "packed_index_S", "target_S", "temperature_S", "top_k_S", "top_p_S", "min_p_S", "top_n_sigma_S")
+"""What a token that is scored has of `SampleInputs`: all that is of the logits, nothing that is of a row's history."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RoundInputs:
@@ -175,6 +181,12 @@ def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
         bias_SE=full(0, np.float32, MAX_BIASES),
         mask_SW=full(0, np.uint32, mask_words(vocab_size)),
     )
+
+
+def default_scores(num_scores: int) -> SampleInputs:
+    """The arrays of `SampleInputs` that a score has, for a step that scores nothing; None in place of the others."""
+    neutral = default_samples(num_scores, vocab_size=0)
+    return replace(neutral, **{name: None for name in SAMPLE_FIELDS if name not in SCORE_FIELDS})
 
 
 def default_rounds(num_rows: int) -> RoundInputs:
@@ -242,6 +254,9 @@ class StepInputs:
     samples: SampleInputs
     rounds: RoundInputs
     pages: PageCommands
+    scores: SampleInputs | None = None
+    """Tokens that are there, and whose log-probabilities are asked for: as many as a step has tokens, INVALID behind
+    the last. With the `SCORE_FIELDS` only. None where no token is scored, as in every decode step."""
     embed_first_B: np.ndarray | None = None
     """The packed token from which on a row's hidden states are added up, to its last; INVALID for a row that is not
     embedded, None where no row is. Not in a decode step."""
@@ -263,7 +278,8 @@ class StepInputs:
     @property
     def num_bytes(self) -> int:
         """What is shipped to the device."""
-        arrays = jax.tree.leaves((self.tokens_T, self.layout, self.samples, self.rounds, self.embed_first_B))
+        steps = (self.tokens_T, self.layout, self.samples, self.rounds, self.scores, self.embed_first_B)
+        arrays = jax.tree.leaves(steps)
         for ids, pages in self.pools:
             arrays += [ids.ids_X, ids.cu_lens_B1, pages.swap_out, pages.copy, pages.swap_in, pages.poison]
         return sum(array.nbytes for array in arrays)
@@ -272,7 +288,7 @@ class StepInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step produced; one column a round."""
+    """What a step says of the tokens it drew, or scored; one column a round."""
 
     tokens_SR: Any
     """INVALID in rounds that the row did not take part in."""
@@ -282,18 +298,26 @@ class StepOutput:
     top_ids_SRX: Any
     top_logprobs_SRX: Any
     processed_logprobs_SR: Any
-    """Log-probability of the token under what it was drawn from."""
+    """Log-probability of the token under what it is drawn from; -inf if it could not be drawn."""
+    kept_mass_SR: Any
+    """The probability that all which could be drawn have together, before the rest was cut off."""
     processed_top_ids_SRX: Any
     processed_top_logprobs_SRX: Any
     """-inf for a token that could not be drawn."""
+    scores: "StepOutput | None" = None
+    """Of the tokens that were scored, the same; None from a decode step."""
     pooled_BD: Any = None
     """The sum of the hidden states of each row that is pooled, in float32; None from a decode step."""
 
-    def only(self, *, logprobs: bool, top: bool, pooled: bool) -> "StepOutput":
-        """The tokens, and of the rest what was asked for; None in the place of what was not."""
-        absent = [] if logprobs else ["logprobs_SR", "processed_logprobs_SR"]
-        absent += [] if pooled else ["pooled_BD"]
-        if not top:
+    def only(self, inputs: StepInputs) -> "StepOutput":
+        """The tokens, and of the rest what the step was asked for; None in the place of what it was not."""
+        scores = None if inputs.scores is None or self.scores is None else self.scores._asked_by(inputs.scores)
+        pooled_BD = None if inputs.embed_first_B is None else self.pooled_BD
+        return replace(self._asked_by(inputs.samples), scores=scores, pooled_BD=pooled_BD)
+
+    def _asked_by(self, samples: SampleInputs) -> "StepOutput":
+        absent = [] if samples.want_logprobs else ["logprobs_SR", "processed_logprobs_SR", "kept_mass_SR"]
+        if not samples.want_top:
             absent += ["top_ids_SRX", "top_logprobs_SRX", "processed_top_ids_SRX", "processed_top_logprobs_SRX"]
         return replace(self, **dict.fromkeys(absent))
 
@@ -304,4 +328,4 @@ class StepOutput:
         zeros_SR, zeros_SRX = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, NUM_TOP_LOGPROBS), jnp.float32)
         ids_SRX = jnp.zeros(zeros_SRX.shape, jnp.int32)
         tokens_SR = jnp.full(shape, INVALID, jnp.int32)
-        return cls(tokens_SR, zeros_SR, ids_SRX, zeros_SRX, zeros_SR, ids_SRX, zeros_SRX)
+        return cls(tokens_SR, zeros_SR, ids_SRX, zeros_SRX, zeros_SR, zeros_SR, ids_SRX, zeros_SRX)

@@ -18,7 +18,17 @@ from jax.sharding import Mesh
 from quire.config import ModelConfig, WindowPoolSize
 from quire.device import kv_cache, native
 from quire.device.attention import choose_backend, get_backend
-from quire.device.inputs import BatchLayout, StepShape, WindowLayout, default_embed, default_rounds, default_samples
+from quire.device.inputs import (
+    BatchLayout,
+    SampleInputs,
+    StepOutput,
+    StepShape,
+    WindowLayout,
+    default_embed,
+    default_rounds,
+    default_samples,
+    default_scores,
+)
 from quire.device.linear import MatmulKind, choose_kind
 from quire.device.mesh import sharding
 from quire.device.models import get_architecture
@@ -27,7 +37,7 @@ from quire.device.models.padding import padded_config
 from quire.device.models.weights import abstract_params
 from quire.device.pooling import pool_rows
 from quire.device.rounds import run_rounds
-from quire.device.sampler import rows_at_once, sample
+from quire.device.sampler import rows_at_once, sample, sample_and_score
 from quire.field_error import FieldError
 
 PAGE_COMMAND_WIDTH = 64
@@ -141,7 +151,7 @@ class Programs:
         statics, layer, max_rounds = self.statics, self.layer, self.max_rounds
         draw = partial(sample, native=statics.native, rows_at_once=rows_at_once(self.mesh.devices.flat[0].platform))
 
-        def step(params, caches, tokens_T, layout, samples, rounds, embed_first_B):
+        def step(params, caches, tokens_T, layout, samples, rounds, scores, embed_first_B):
             def cut(layout):
                 return replace(layout, page_table_BP=layout.page_table_BP[: shape.num_rows])
 
@@ -149,12 +159,16 @@ class Programs:
 
             def one_round(caches, tokens_T, layout, samples):
                 hidden_TD, caches = decoder(layer, params, caches, tokens_T, layout, statics)
-                logits_SV = unembed(params, hidden_TD[samples.packed_index_S], statics.config)
-                output = draw(logits_SV, samples, caches[0].tokens_MZ, layout.page_table_BP)
-                # A row that is not a number draws the last there is: of a padded vocabulary, the last token.
-                output = replace(output, tokens_SR=jnp.minimum(output.tokens_SR, statics.config.vocab_size - 1))
+
+                def draw_from(samples: SampleInputs) -> StepOutput:
+                    logits_SV = unembed(params, hidden_TD[samples.packed_index_S], statics.config)
+                    output = draw(logits_SV, samples, caches[0].tokens_MZ, layout.page_table_BP)
+                    # A row that is not a number draws the last there is: of a padded vocabulary, the last token.
+                    return replace(output, tokens_SR=jnp.minimum(output.tokens_SR, statics.config.vocab_size - 1))
+
                 if shape.decode:
-                    return caches, output
+                    return caches, draw_from(samples)
+                output = sample_and_score(draw_from, samples, scores)
                 return caches, replace(output, pooled_BD=pool_rows(hidden_TD, embed_first_B, layout.cu_q_lens_B1))
 
             if shape.decode:
@@ -166,7 +180,7 @@ class Programs:
         return program.trace(self.params, self.caches, *self.inputs(shape))
 
     def inputs(self, shape: StepShape) -> Any:
-        """The schema of a step's arrays at one shape: tokens, layout, samples, rounds, what to embed."""
+        """The schema of a step's arrays at one shape: tokens, layout, samples, rounds, scores, what to embed."""
         tokens, rows = shape.num_tokens, shape.num_rows
         per_token, per_row = np.zeros(tokens, np.int32), np.zeros(rows, np.int32)
         table, *tables = self.page_tables
@@ -180,7 +194,8 @@ class Programs:
             windows=tuple(WindowLayout(per_token, table, per_row) for table in tables),
         )
         samples = default_samples(shape.num_samples, self.model.vocab_size)
-        arrays = (per_token, layout, samples, default_rounds(rows), default_embed(rows))
+        scores = None if shape.decode else default_scores(tokens)
+        arrays = (per_token, layout, samples, default_rounds(rows), scores, default_embed(rows))
         return jax.tree.map(lambda array: self._whole(array.shape, array.dtype), arrays)
 
     def page_table_widths(self, pool: int) -> tuple[int, ...]:

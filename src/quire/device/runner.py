@@ -28,6 +28,7 @@ from quire.device.inputs import (
     default_embed,
     default_rounds,
     default_samples,
+    default_scores,
     with_defaults,
 )
 from quire.device.mesh import sharding
@@ -49,8 +50,7 @@ class StepHandle:
     """A step under way."""
 
     def __init__(self, output: StepOutput, inputs: StepInputs) -> None:
-        samples, pooled = inputs.samples, inputs.embed_first_B is not None
-        self._output = output.only(logprobs=bool(samples.want_logprobs), top=bool(samples.want_top), pooled=pooled)
+        self._output = output.only(inputs)
 
     def result(self) -> StepOutput:
         """Wait, and fetch to the host what somebody asked for."""
@@ -122,6 +122,7 @@ class ModelRunner:
                 (
                     default_samples(shape.num_samples, vocab_size),
                     default_rounds(shape.num_rows),
+                    None if shape.decode else default_scores(shape.num_tokens),
                     default_embed(shape.num_rows),
                 ),
                 whole,
@@ -205,7 +206,7 @@ class ModelRunner:
             for pool, (page_ids, commands) in enumerate(inputs.pools):
                 self._run_page_commands(pool, commands)
                 self._write_page_table(pool, page_ids)
-            given = (inputs.samples, inputs.rounds, inputs.embed_first_B)
+            given = (inputs.samples, inputs.rounds, inputs.scores, inputs.embed_first_B)
             asked = with_defaults(given, self._defaults[inputs.shape])
             table, *tables = self._page_tables
             windows = [

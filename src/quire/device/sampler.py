@@ -11,6 +11,7 @@ needs is skipped at run time (`lax.cond`), so that one program serves every mix 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepOutput, default_samples
+from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SAMPLE_FIELDS, SampleInputs, StepOutput, default_samples
 from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
@@ -30,6 +31,11 @@ PAGES_AT_ONCE = 64
 """Pages of each row that penalties look at in one go."""
 MIN_TEMPERATURE = 1e-20
 """A lower temperature is this one: only the likeliest tokens are left long before."""
+
+
+CUTS = ("top_k_S", "top_p_S", "min_p_S")
+ROUNDING = 1e-6
+"""Two tokens whose log-probabilities differ by less may have the same weight in float32."""
 
 
 class Drawn(NamedTuple):
@@ -82,6 +88,43 @@ def sample(
     return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1))
 
 
+def sample_and_score(
+    draw_from: Callable[[SampleInputs], StepOutput], samples: SampleInputs, scores: SampleInputs
+) -> StepOutput:
+    """Draw the samples, and score tokens that are there by the same program: as many at a time as there are samples.
+
+    Piece 0 of the loop are the samples, the others are the scores that there are; what is not there costs nothing.
+    """
+    rows, num_scores = len(samples.packed_index_S), len(scores.packed_index_S)
+    num_pieces = 1 + -(-jnp.sum(scores.target_S != INVALID) // rows)
+    has_samples = jnp.any(samples.position_S > 0)  # a token that is drawn has one before it
+    neutral = default_samples(rows, vocab_size=0)
+
+    def piece_of(piece: jax.Array, start: jax.Array) -> SampleInputs:
+        def choose(name: str) -> jax.Array:
+            of_sample, of_score = getattr(samples, name), getattr(scores, name)
+            if name == "mask_SW":
+                return of_sample  # `has_mask` says that no score has one
+            if of_score is None:
+                of_score = jnp.asarray(getattr(neutral, name))
+            elif of_score.ndim:
+                of_score = lax.dynamic_slice_in_dim(of_score, start, rows)
+            return jnp.where(piece == 0, of_sample, of_score)
+
+        return SampleInputs(**{name: choose(name) for name in SAMPLE_FIELDS})
+
+    def advance(piece: jax.Array, output: StepOutput) -> StepOutput:
+        start = jnp.clip((piece - 1) * rows, 0, num_scores - rows)  # the last may begin in the one before it
+        drawn = draw_from(piece_of(piece, start))
+        place = jnp.where(piece == 0, 0, rows + start)
+        return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, place, 0), output, drawn)
+
+    first = 1 - has_samples.astype(jnp.int32)
+    whole = lax.fori_loop(first, num_pieces, advance, StepOutput.empty(rows + num_scores, 1))
+    drawn, scored = (jax.tree.map(lambda x, part=part: x[part], whole) for part in (slice(rows), slice(rows, None)))
+    return replace(drawn, scores=scored)
+
+
 def _sample_rows(
     logits_SV: jax.Array,
     inputs: SampleInputs,
@@ -95,20 +138,23 @@ def _sample_rows(
     is_penalised = jnp.any(_has_penalty(inputs))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
     is_cut = jnp.any(inputs.top_n_sigma_S > 0)
-    is_processed = is_penalised | is_biased | inputs.has_mask | is_cut
+    is_processed = is_penalised | is_biased | inputs.has_mask
 
     def process() -> jax.Array:
         penalise = partial(_penalise, inputs=inputs, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
         processed_SV = lax.cond(is_penalised, penalise, _same, logits_SV)
         processed_SV = lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
-        processed_SV = lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
-        return lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
+        return lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
 
-    draw = partial(_draw_and_score, inputs=inputs, native=native)
+    def draw(processed_SV: jax.Array) -> Scored:
+        cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
+        return _draw_and_score(cut_SV, processed_SV, inputs, native)
+
     if may_copy:
         drawn = draw(lax.cond(is_processed, process, lambda: logits_SV))
     else:  # A branch that returns all logits as they are copies them; one that returns what was drawn does not.
-        drawn = lax.cond(is_processed, lambda: draw(process()), lambda: draw(logits_SV))
+        plain = partial(_draw_and_score, logits_SV, logits_SV, inputs, native)
+        drawn = lax.cond(is_processed | is_cut, lambda: draw(process()), plain)
     model = _score(logits_SV, drawn.tokens_S, inputs, native)
     output = StepOutput(
         tokens_SR=drawn.tokens_S,
@@ -116,6 +162,7 @@ def _sample_rows(
         top_ids_SRX=model.top_ids_SX,
         top_logprobs_SRX=model.top_logprobs_SX,
         processed_logprobs_SR=drawn.logprobs_S,
+        kept_mass_SR=drawn.kept_mass_S,
         processed_top_ids_SRX=drawn.top_ids_SX,
         processed_top_logprobs_SRX=drawn.top_logprobs_SX,
     )
@@ -123,23 +170,34 @@ def _sample_rows(
 
 
 class Scored(NamedTuple):
-    """A token of each row and its log-probability, and the likeliest tokens with theirs: 0 where nobody asked."""
+    """A token of each row and its log-probability, and the likeliest tokens with theirs: 0 where nobody asked.
+
+    `kept_mass_S` is the probability that what could be drawn had before the rest was cut off.
+    """
 
     tokens_S: jax.Array
     logprobs_S: jax.Array
+    kept_mass_S: jax.Array
     top_ids_SX: jax.Array
     top_logprobs_SX: jax.Array
 
 
-def _draw_and_score(processed_SV: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
-    """Draw from the processed logits, or take the token that is given; scored under what was drawn from."""
+def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
+    """Draw, or take the token that is given; scored under what is drawn from.
+
+    That is `cut_SV` after temperature, top-k, top-p and min-p; `processed_SV` is what nothing was cut off yet.
+    """
     is_given_S = inputs.target_S != INVALID
-    if native:
-        drawn = draw_native(processed_SV, inputs)
-    else:
-        is_random = jnp.any((inputs.temperature_S > 0) & ~is_given_S)
-        drawn = lax.cond(is_random, _draw, _greedy, processed_SV, inputs)
+    is_random_S, _ = _temperature(inputs)
+
+    def draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
+        if native:
+            return draw_native(logits_SV, inputs)
+        return lax.cond(jnp.any(is_random_S), _draw, _greedy, logits_SV, inputs)
+
+    drawn = draw(cut_SV, inputs)
     tokens_S = jnp.where(is_given_S, inputs.target_S, drawn.tokens_S)
+    zeros_S, ones_S = jnp.zeros_like(drawn.peak_S), jnp.ones_like(drawn.peak_S)
 
     def logprob(values: jax.Array) -> jax.Array:
         """Of logits `[S]` or `[S, X]`."""
@@ -148,16 +206,39 @@ def _draw_and_score(processed_SV: jax.Array, inputs: SampleInputs, native: bool)
         )
         return (values - peak) * inv_temperature - jnp.log(mass)
 
-    logprobs_S = lax.cond(
-        inputs.want_logprobs, lambda: logprob(_at(processed_SV, tokens_S)), lambda: jnp.zeros_like(drawn.peak_S)
-    )
+    is_cut_S = (inputs.top_k_S > 0) | (inputs.top_p_S < 1) | (inputs.min_p_S > 0) | (inputs.top_n_sigma_S > 0)
+    is_cut_S &= is_random_S
+
+    def logprobs() -> jax.Array:
+        is_doubtful_S = is_given_S & is_cut_S  # what was drawn could be drawn
+        rank = partial(_rank, cut_SV, tokens_S, drawn.inv_temperature_S)
+        rank_S = lax.cond(jnp.any(is_doubtful_S), rank, lambda: jnp.zeros_like(tokens_S))
+        return jnp.where(is_doubtful_S & (rank_S >= drawn.num_kept_S), -jnp.inf, logprob(_at(cut_SV, tokens_S)))
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values_SX, ids_SX = _top(processed_SV)
+        values_SX, ids_SX = _top(cut_SV)
         rank_SX = lax.broadcasted_iota(jnp.int32, values_SX.shape, 1)
         return ids_SX, jnp.where(rank_SX < drawn.num_kept_S[:, None], logprob(values_SX), -jnp.inf)
 
-    return Scored(tokens_S, logprobs_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+    def kept_mass() -> jax.Array:
+        neutral = default_samples(len(tokens_S), vocab_size=0)
+        uncut = replace(inputs, **{name: jnp.asarray(getattr(neutral, name)) for name in CUTS})
+        return jnp.where(is_random_S, drawn.mass_S / draw(processed_SV, uncut).mass_S, 1.0)
+
+    logprobs_S = lax.cond(inputs.want_logprobs, logprobs, lambda: zeros_S)
+    kept_mass_S = lax.cond(inputs.want_logprobs & jnp.any(is_cut_S), kept_mass, lambda: ones_S)
+    return Scored(tokens_S, logprobs_S, kept_mass_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+
+
+def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) -> jax.Array:
+    """How many tokens of each row come before the one given: those that are likelier, and of equal ones the first.
+
+    Likelier by more than rounding: logits that differ may have weights that do not.
+    """
+    more_SV = x_SV - _at(x_SV, tokens_S)[:, None]
+    ids_SV = lax.broadcasted_iota(jnp.int32, x_SV.shape, 1)
+    is_likelier_SV = more_SV * inv_temperature_S[:, None] > ROUNDING
+    return jnp.sum(is_likelier_SV | ((more_SV == 0) & (ids_SV < tokens_S[:, None])), axis=-1, dtype=jnp.int32)
 
 
 def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
@@ -173,7 +254,8 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, nati
         return ids_SX, values_SX - peak_S[:, None] - log_mass_S[:, None]
 
     peak_S, log_mass_S, logprobs_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
-    return Scored(tokens_S, logprobs_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+    tops = lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S)))
+    return Scored(tokens_S, logprobs_S, jnp.ones_like(zeros_S), *tops)
 
 
 def token_logprobs(

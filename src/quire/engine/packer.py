@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.config import MAX_EOS_IDS
 from quire.core.errors import AuditError
-from quire.core.plan import Embed, PageOperations, Row, Sample, StepPlan
+from quire.core.plan import Embed, PageOperations, Row, Sample, Score, StepPlan
 from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
 from quire.device.inputs import (
@@ -90,6 +90,7 @@ class Packer:
             rounds=self._pack_rounds(rows, shape.num_rows),
             pages=_pack_operations(plan.operations[0]),
             windows=tuple(windows),
+            scores=_pack_scores(plan.scores, shape.num_tokens) if plan.scores else None,
             embed_first_B=_pack_embeds(plan.embeds, shape.num_rows) if plan.embeds else None,
         )
 
@@ -122,7 +123,7 @@ class Packer:
 
     def _shape(self, plan: StepPlan) -> StepShape:
         num_tokens, num_rows, num_samples = plan.num_tokens, len(plan.rows), len(plan.samples)
-        decode = num_tokens == num_rows and not plan.embeds  # hidden states come from mixed steps only
+        decode = num_tokens == num_rows and not plan.scores and not plan.embeds  # those come from mixed steps only
         for shape in self._shapes:
             if shape.decode and not decode:
                 continue
@@ -169,17 +170,10 @@ def _numbers(params: SamplingParams) -> tuple[float, ...]:
     return *(getattr(draws, name) for name in DRAWS), *(getattr(params, name) for name in PENALTIES)
 
 
-SCORED, SCORED_WITH_TOP = (
-    np.array((*_numbers(GREEDY), (0, 0), 0, 0, asks), RECORD).tobytes()
-    for asks in (WANTS_LOGPROBS, WANTS_LOGPROBS | WANTS_TOP)
-)
-"""The records of a sample that scores a given token."""
-NEUTRAL = np.frombuffer(SCORED, RECORD)[0]
+NEUTRAL = np.array((*_numbers(GREEDY), (0, 0), 0, 0, 0), RECORD)
 
 
-def _record(sequence: TokenSequence, target: int | None) -> bytes:
-    if target is not None:
-        return SCORED_WITH_TOP if sequence.params.logprobs else SCORED
+def _record(sequence: TokenSequence) -> bytes:
     if sequence.sampling_record is None:
         params, asks = sequence.params, 0
         for is_asked, bit in (
@@ -201,7 +195,7 @@ def _record(sequence: TokenSequence, target: int | None) -> bytes:
 
 def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     """The sampling parameters of a step, as far as any sample asks for them; padding is never read."""
-    records = np.frombuffer(b"".join([_record(sample.sequence, sample.target) for sample in samples]), RECORD)
+    records = np.frombuffer(b"".join([_record(sample.sequence) for sample in samples]), RECORD)
     asks = int(np.bitwise_or.reduce(records["asks"], initial=0))
     mask_SW = _pack_masks(samples, num_samples) if asks & HAS_GRAMMAR else None
     given: dict[str, np.ndarray | None] = {}
@@ -220,9 +214,6 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         given["row_S"] = _padded([sample.row for sample in samples], num_samples, 0)
     if asks & HAS_BIAS:
         given["bias_ids_SE"], given["bias_SE"] = _pack_biases(samples, num_samples)
-    targets = [INVALID if sample.target is None else sample.target for sample in samples]
-    if any(target != INVALID for target in targets):
-        given["target_S"] = _padded(targets, num_samples, INVALID)
     return SampleInputs(
         packed_index_S=_padded([sample.packed_index for sample in samples], num_samples, 0),
         position_S=_padded([sample.position for sample in samples], num_samples, 0),
@@ -234,11 +225,30 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     )
 
 
+def _pack_scores(scores: Sequence[Score], num_tokens: int) -> SampleInputs:
+    """The tokens to score, and how one would draw them where that is asked for."""
+    ids = [score.token_id for score in scores]
+    given: dict[str, np.ndarray] = {"target_S": _padded(ids, num_tokens, INVALID)}
+    if any(score.sequence.scores_draws for score in scores):
+        params = [score.sequence.params if score.sequence.scores_draws else GREEDY for score in scores]
+        for name in DRAWS:
+            column = given[f"{name}_S"] = np.full(num_tokens, NEUTRAL[name])
+            column[: len(params)] = [getattr(one, name) for one in params]
+    return SampleInputs(
+        packed_index_S=_padded([score.packed_index for score in scores], num_tokens, 0),
+        position_S=None,
+        has_mask=np.array(False),
+        want_logprobs=np.array(True),
+        want_top=np.array(any(score.sequence.params.logprobs for score in scores)),
+        **given,
+    )
+
+
 def _pack_biases(samples: Sequence[Sample], num_samples: int) -> tuple[np.ndarray | None, np.ndarray | None]:
     """The ids whose logit changes and by how much, a row for each sample; None and None where there are none now."""
     ids_SE = bias_SE = None
-    for i, (sequence, _, _, _, target) in enumerate(samples):
-        if target is not None or not (sequence.params.logit_bias or sequence.params.min_tokens):
+    for i, (sequence, _, _, _) in enumerate(samples):
+        if not (sequence.params.logit_bias or sequence.params.min_tokens):
             continue
         biases = dict(sequence.params.logit_bias) | dict.fromkeys(sequence.forbidden_ids, -np.inf)
         if not biases:
@@ -253,7 +263,7 @@ def _pack_biases(samples: Sequence[Sample], num_samples: int) -> tuple[np.ndarra
 
 def _pack_masks(samples: Sequence[Sample], num_samples: int) -> np.ndarray | None:
     """A row of bits for each sample, all of them set where no grammar says otherwise; None where none does at all."""
-    masks = [None if sample.target is not None else sample.sequence.mask for sample in samples]
+    masks = [sample.sequence.mask for sample in samples]
     width = next((len(mask) for mask in masks if mask is not None), None)
     if width is None:
         return None
