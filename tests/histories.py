@@ -580,7 +580,13 @@ class History:
             self.mixed |= {s.request.id for s in begun}
             self.scored_before |= {s.request.id for s in self.alive if any(s.prompt_logprobs)}
         self.rescored.update(self.unscored)
-        self.engine.set_weights(self.runner.weights + 1, version=self.runner.weights + 1, running=running)  # type: ignore
+        new = self.runner.weights + 1
+        if running == "recompute" and new % 2:
+            self.engine.sleep()
+            self.check()
+            self.engine.wake(new, new)
+        else:
+            self.engine.set_weights(new, version=new, running=running)  # type: ignore
         self.states.clear()
         self.forget_finished()
 

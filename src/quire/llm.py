@@ -7,7 +7,7 @@ programs belong to the engine and live on.
 import itertools
 import sys
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +17,7 @@ from typing import Any, Literal, Unpack, overload
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.checkpoint.load import find_model, load_model
+from quire.checkpoint.load import LoadedModel, find_model, load_model
 from quire.config import EngineConfig, EngineKnobs, ModelConfig, engine_config
 from quire.core.default_params import default_params, describe
 from quire.core.request import Request
@@ -46,6 +46,8 @@ class LLM:
 
     _embedding = EmbeddingConfig()
     """How the model embeds where nobody says otherwise; its files may know better."""
+    _load: Callable[[], LoadedModel] | None = None
+    """Reads the model's file; None if its weights came from this program."""
 
     def __init__(
         self,
@@ -69,8 +71,12 @@ class LLM:
         """
         config, mesh = _configure(mesh, knobs)
         path = find_model(model, revision, quiet=quiet)
-        with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
-            loaded = load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update)
+
+        def load() -> LoadedModel:
+            with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
+                return load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update)
+
+        self._load, loaded = load, load()
         self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet, loaded.generation_config)
         self._embedding = loaded.embedding
 
@@ -187,6 +193,18 @@ class LLM:
     ) -> list[TokenSequence]:
         """Compute with other weights of the same shape from now on: see `Engine.set_weights`."""
         return self.engine.set_weights(params, version, running, copy=copy)
+
+    def sleep(self) -> None:
+        """Give the memory of weights and pages back and keep the programs, until `wake`: see `Engine.sleep`."""
+        self.engine.sleep()
+
+    def wake(self, params: Any = None, version: Version | None = None, *, copy: bool = True) -> None:
+        """Go on after `sleep` with these weights, as `set_weights` takes them; None for those of the model's file."""
+        if params is None:
+            if self._load is None:
+                raise ValueError("params is None, and this model came from no file: give weights")
+            params, copy = self._load().params, False
+        self.engine.wake(params, version, copy=copy)
 
     def close(self) -> None:
         """Abort what runs, and give weights, pages and compiled programs back to the system."""

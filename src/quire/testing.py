@@ -138,6 +138,15 @@ class FakeRunner:
         """That number."""
         return self.weights
 
+    def sleep(self) -> None:
+        """Forget all pages, those on the host too."""
+        self.zero()
+        for host in (self._host, *(window.host for window in self._windows)):
+            host[:] = [self._empty[:] for _ in host]
+
+    def wake(self) -> None:
+        """There is nothing to make."""
+
     def zero(self) -> None:
         """Empty every page."""
         self._pages = [self._empty[:] for _ in range(self.num_pages)]

@@ -332,6 +332,13 @@ class Scheduler:
                 self.preempt(sequence, swap=False)
         self.tables.clear_prefix_cache()
 
+    def lose_pages(self) -> None:
+        """Every page is given up, in host memory too: who has begun starts over, from the tokens they have."""
+        self.recompute(failed=False)
+        for sequence in self.waiting:
+            if sequence.state is SequenceState.SWAPPED:
+                self._lose_host_pages(sequence)
+
     def _drop_plan(self) -> None:
         """Forget the step in flight. What it was to move to the host may never have arrived there."""
         self.in_flight = None

@@ -31,6 +31,7 @@ from quire.device.inputs import (
     default_scores,
     with_defaults,
 )
+from quire.device.memory import return_freed_memory
 from quire.device.mesh import sharding
 from quire.device.models.layers import Params
 from quire.device.models.tensors import has_tensor_names
@@ -111,8 +112,8 @@ class ModelRunner:
         self._is_complete = True
         """Whether all weights are of one version; not while they are being replaced."""
         self._caches = self._create_caches()
-        pools = zip(self._caches, num_host_pages, strict=True) if num_host_pages else ()
-        self._host = [kv_cache.HostPages(cache, count) for cache, count in pools]
+        self._num_host_pages = tuple(num_host_pages)
+        self._host = self._create_host_pages()
         """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._compiled: dict[StepShape | PageProgram, Callable] = {}
         """The program of each step shape, and those that handle pages, as `Programs` names them."""
@@ -288,11 +289,28 @@ class ModelRunner:
         """The weights in the layout of docs/weights.md, as copies: what `set_weights` takes."""
         return restore_params(self.model, self.params, mesh=self.mesh)
 
+    def sleep(self) -> None:
+        """Let go of weights and pages, and keep the programs."""
+        self._is_complete = False
+        self._params = {"layers": [{} for _ in range(self.model.num_layers)]}
+        self._delete_caches()
+        self._host = []
+        return_freed_memory()
+
+    def wake(self) -> None:
+        """Have pages again; weights come by `set_weights`."""
+        self._caches = self._create_caches()
+        self._host = self._create_host_pages()
+
     def zero(self) -> None:
         """Clear every page on the device."""
-        for array in jax.tree.leaves(self._caches):
-            array.delete()  # before there are others; whoever still refers to it, such as an error's traceback
+        self._delete_caches()
         self._caches = self._create_caches()
+
+    def _delete_caches(self) -> None:
+        """Before there are others; whoever still refers to one, such as an error's traceback."""
+        for array in jax.tree.leaves(self._caches):
+            array.delete()
 
     def close(self) -> None:
         """Let go of weights, pages and programs, whoever still holds this object. It cannot run afterwards."""
@@ -321,6 +339,10 @@ class ModelRunner:
     def create_cache(self, num_pages: int) -> kv_cache.KVCache:
         """One pool of so many pages for all layers, whatever they see."""
         return kv_cache.create(replace(self.programs, windows=()).cache_of(num_pages))
+
+    def _create_host_pages(self) -> list[kv_cache.HostPages]:
+        pools = zip(self._caches, self._num_host_pages, strict=True) if self._num_host_pages else ()
+        return [kv_cache.HostPages(cache, count) for cache, count in pools]
 
     def _create_caches(self) -> kv_cache.Caches:
         return tuple(map(kv_cache.create, self.programs.caches))

@@ -74,6 +74,8 @@ class Engine:
         self.is_busy = False
         """Whether a call is under way: whoever gets in between, such as a destructor, must not change anything."""
         self.is_closed = False
+        self.is_asleep = False
+        """Between `sleep` and `wake`: requests are taken, and none advances."""
         mesh = mesh or mesh_of(config.mesh)
         self._pool = pool or choose_pool(config, model, self.max_model_len, mesh)
         self.scheduler = build_scheduler(config, self._pool)
@@ -125,6 +127,7 @@ class Engine:
         `meanwhile` is called while the device computes: there is the time to deliver what the last step returned. What
         it raises is raised once the step is committed; the events of that step then come with those of the next.
         """
+        self._check_awake()
         timer = self._timer
         timer.start()
         plan = self._schedule()
@@ -183,7 +186,8 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything, or has something left to tell."""
-        return bool(self.scheduler.running or self.scheduler.waiting or self._undelivered)
+        has_sequences = self.scheduler.running or self.scheduler.waiting
+        return not self.is_asleep and bool(has_sequences or self._undelivered)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -280,6 +284,11 @@ class Engine:
         if self.is_closed:
             raise RuntimeError("the engine is closed")
 
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self.is_asleep:
+            raise RuntimeError("the engine sleeps, and has no weights: wake it with some")
+
     def compile_grammar(self, structured: Structured, salt: str = "", *, trusted: bool = False) -> Grammar:
         """What constrains a sequence to a form, for `add`. Any thread may call this, and it may take seconds.
 
@@ -361,7 +370,7 @@ class Engine:
 
         ValueError with quantize, which does not keep what it was made from.
         """
-        self._check_open()
+        self._check_awake()
         return self.runner.get_weights()
 
     @between_steps
@@ -382,7 +391,7 @@ class Engine:
         step may go on and donate its own. With `copy=False` those that the engine can compute with as they are stay
         where they are, and must not be donated before the next change.
         """
-        self._check_open()
+        self._check_awake()
         if running not in ("keep", "recompute", "abort"):
             raise ValueError(f"running={running!r} must be keep, recompute or abort")
         if version is None:
@@ -395,6 +404,36 @@ class Engine:
         self._forget_finished(sequence.request.id for sequence in aborted)
         return aborted
 
+    @between_steps
+    def sleep(self) -> None:
+        """Give the memory of weights and pages back and keep the programs, until `wake`.
+
+        Requests stay, and so do the tokens they have; `wake` has their KV computed again. More may be added meanwhile.
+        """
+        self._check_open()
+        if not self.is_asleep:
+            self.scheduler.lose_pages()
+            self.runner.sleep()
+            self.is_asleep = True
+
+    @between_steps
+    def wake(self, params: Any, version: Version | None = None, *, copy: bool = True) -> None:
+        """Go on after `sleep`, with weights as `set_weights` takes them. Nothing is compiled.
+
+        When these are refused, or there is no memory for them, the engine stays asleep.
+        """
+        self._check_open()
+        if not self.is_asleep:
+            raise RuntimeError("the engine is awake: set_weights changes its weights")
+        self.is_asleep = False
+        try:
+            self.set_weights(params, version, "recompute", copy=copy)
+            self.runner.wake()
+        except BaseException:
+            self.runner.sleep()
+            self.is_asleep = True
+            raise
+
     @owner_only
     def clear_prefix_cache(self) -> int:
         """Forget every cached page that no sequence holds; returns how many."""
@@ -403,7 +442,7 @@ class Engine:
     @between_steps
     def zero_cache(self) -> None:
         """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
-        self._check_open()
+        self._check_awake()
         if self.scheduler.running:
             raise RuntimeError(f"{len(self.scheduler.running)} sequences hold pages; abort them, or reset() first")
         self.scheduler.lose_pending_swaps()

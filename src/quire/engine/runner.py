@@ -49,6 +49,14 @@ class Runner(Protocol):
         """The weights, in the layout that `set_weights` takes."""
         ...
 
+    def sleep(self) -> None:
+        """Let go of weights and pages, and keep the programs."""
+        ...
+
+    def wake(self) -> None:
+        """Have pages again; weights come by `set_weights`."""
+        ...
+
     def zero(self) -> None:
         """Clear every page."""
         ...

@@ -370,6 +370,17 @@ class Rollouts:
         """
         return len(self.call(lambda engine: engine.set_weights(params, version, running, copy=copy)))
 
+    def sleep(self) -> None:
+        """Give the memory of weights and pages back and keep the programs, until `wake`: a training step has it.
+
+        What runs stands still and keeps its tokens; more may be submitted.
+        """
+        self.call(lambda engine: engine.sleep())
+
+    def wake(self, params: Any = None, version: Version | None = None, *, copy: bool = True) -> None:
+        """Go on after `sleep` with these weights, as `set_weights` takes them; None for those of the model's file."""
+        self.call(lambda _: self.llm.wake(params, version, copy=copy))
+
     def pause(self) -> None:
         """Stand still after the step under way, until `resume`; what runs keeps its pages. More may be submitted."""
         self._wait(self._thread.pause)
