@@ -46,6 +46,8 @@ REPLAYED = 6
 """Requests of a history that are run once more, alone."""
 ROOTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8, 2, 8, 1, 8, 2, 8, 4, 5, 9, 4, 5, 2]]
 """Prompts begin like these, so that they meet in the prefix cache."""
+MAX_END = 9
+"""Tokens of a request that another goes on from, at most: both must fit into the smallest pool."""
 PATIENCE = 2
 """Steps in which the first in order must get on, at the latest."""
 
@@ -189,6 +191,8 @@ class History:
         """Those of them that were scored under two versions: whatever the numbers are, they are not foretold."""
         self.scored_before: set[str] = set()
         """Requests some of whose prompt was scored by weights that are gone, and kept."""
+        self.ends: list[tuple[list[int], str]] = []
+        """Tokens of requests that kept their ends, for others to go on from, and their salts."""
         self.num_requests = 0
         self.stuck: tuple[Sequence | None, int] = (None, 0)
         self.done: Counter[str] = Counter()
@@ -230,13 +234,19 @@ class History:
         rng = self.random
         root, length = rng.choice(ROOTS), rng.randint(1, 12)
         prompt = [*root[: length - 1], rng.randrange(1, VOCAB)] if rng.random() < 0.3 else root[:length]
+        salt = rng.choice(("", "", "", "tenant"))
+        keeps_end = rng.random() < 0.3
+        if self.ends and rng.random() < 0.2:
+            tokens, salt = rng.choice(self.ends[-4:])
+            prompt, keeps_end = [*tokens, *rng.sample(range(1, VOCAB), rng.randint(1, 3))], True
         params = SamplingParams(**random_params(rng, self.tokenizer is not None))
         request = Request(
             id=f"r{self.num_requests + 1}",
             prompt_token_ids=tuple(prompt),
             params=params,
             priority=rng.choice((0, 0, 0, 1, -1)),
-            cache_salt=rng.choice(("", "", "", "tenant")),
+            cache_salt=salt,
+            keeps_end=keeps_end,
             stream=rng.random() < 0.2,
         )
         self.admit(request, ToyGrammar if params.structured is None and rng.random() < 0.1 else None)
@@ -441,6 +451,10 @@ class History:
             self.expect_prompt_scores(sequence)
         if sequence.num_cached_tokens:
             self.meet("prefix", [sequence])
+        if reason and sequence.request.keeps_end and len(sequence.tokens) <= MAX_END:
+            self.ends.append((sequence.tokens, sequence.request.cache_salt))
+        if sequence.num_cached_tokens % self.engine.config.page_size and not sequence.index:
+            self.done["ends found"] += 1
         if reason is None:
             self.undisturbed.pop(sequence.request.id, None)
         self.grammars.pop(sequence, None)

@@ -377,6 +377,38 @@ def start_behind_what_must_be_scored(patch):
 
 
 @mutation
+def keep_an_end_that_is_too_long(patch):
+    """The last page of what keeps its end is known as if its newest token, which nobody computed, were in it."""
+    publish_end = PageTables.publish_end
+
+    def publish_longer(self, sequence):
+        sequence.num_computed += sequence.num_computed % self.page_size < self.page_size - 1
+        sequence.num_computed = min(sequence.num_computed, sequence.num_tokens)
+        publish_end(self, sequence)
+
+    patch.setattr(PageTables, "publish_end", publish_longer)
+
+
+@mutation
+def share_an_end_instead_of_copying_it(patch):
+    """Whoever finds a kept end writes into it."""
+    start = PageTables.start
+
+    def start_with_the_end(self, sequence, prefix):
+        if prefix.copy_from is not None and sequence.request.keeps_end and not self.windows:
+            prefix = prefix._replace(pages=[*prefix.pages, prefix.copy_from], copy_from=None)
+        start(self, sequence, prefix)
+
+    patch.setattr(PageTables, "start", start_with_the_end)
+
+
+@mutation
+def sleep_with_pages(patch):
+    """Host pages are believed to survive a sleep."""
+    patch.setattr(Scheduler, "lose_pages", lambda self: self.recompute(failed=False))
+
+
+@mutation
 def trust_forced_tokens(patch):
     """Nobody looks whether a fork ends with the tokens it begins with."""
     patch.setattr(forks, "stop_reason", lambda sequence: None)

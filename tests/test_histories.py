@@ -56,7 +56,7 @@ def test_some_histories(total):
     assert total["rounds"] > total["steps"] > 1000
     for kind in (
         "swaps", "recomputes", "evictions", "copies", "cached tokens", "constrained", "set_weights", "fail",
-        "forced tokens", "forks with params", "unscored forks", "refused forks",
+        "forced tokens", "forks with params", "unscored forks", "refused forks", "ends found",
     ):  # fmt: skip
         assert total[kind] > 0, kind
 

@@ -3,7 +3,7 @@
     start    a table begins with what somebody has computed already: pages found in the prefix cache, a relative's
              pages, or its own from host memory; full pages are shared, a partial one is copied
     grow     new pages for positions about to be written; the prefix cache gives up idle ones when none is free
-    publish  full pages become findable, once the step that wrote them is committed
+    publish  full pages become findable, once the step that wrote them is committed; a last one when its sequence ends
     slide    pages that have left the window of their layers are given back
     release  a table is emptied; what nobody else holds is free, or idle in the prefix cache
 
@@ -142,7 +142,8 @@ class PageTables:
                 num_published = min(num_full, relative.num_published)
                 return ReusedPrefix(relative.pages[:num_full].tolist(), common, partial, num_published, windows)
         covered = len(pages) * self.page_size
-        return ReusedPrefix(pages, covered, None, len(pages), self._seen_by(sequence, covered) or ())
+        end, partial = self._known_end(sequence, covered, most)
+        return ReusedPrefix(pages, end, partial, len(pages), self._seen_by(sequence, covered) or ())
 
     def num_new(self, sequence: Sequence, prefix: ReusedPrefix) -> PageCounts:
         """Of the available pages, how many a start with all of a sequence's tokens would take."""
@@ -212,6 +213,16 @@ class PageTables:
             for window in self.windows:
                 end = window.known_end(sequence.page_hashes, end)
         return pages[:end]
+
+    def _known_end(self, sequence: Sequence, covered: int, most: int) -> tuple[int, int | None]:
+        """How far an end that somebody has kept reaches behind full pages, and its page; `covered` and None if not."""
+        cache = self.pool.prefix_cache
+        if cache is not None and sequence.request.keeps_end and not self.windows:
+            for end in range(min(covered + self.page_size - 1, most), covered, -1):
+                page = cache.page_of(cache.end_hash(sequence, self.weights, end))
+                if page is not None:
+                    return end, page
+        return covered, None
 
     def _seen_by(
         self, sequence: Sequence, position: int, relatives: SequenceOf[WindowTable] = ()
@@ -292,6 +303,16 @@ class PageTables:
             for i in range(max(sequence.num_published, table.first), count):
                 table.pages[i - table.first] = window.publish(names[i], table.pages[i - table.first])
         sequence.num_published = count
+
+    def publish_end(self, sequence: Sequence) -> None:
+        """Make the last page of a sequence that ends findable, too, if it is not full: see `Request.keeps_end`.
+
+        Nobody writes to it any more: who finds it begins with a copy.
+        """
+        cache, (num_full, rest) = self.pool.prefix_cache, divmod(sequence.num_computed, self.page_size)
+        if cache is not None and rest and not self.windows and sequence.kv_weights == self.weights:
+            name = cache.end_hash(sequence, self.weights, sequence.num_computed)
+            sequence.pages[num_full] = self.pool.publish(name, sequence.pages[num_full])
 
     def clear_prefix_cache(self) -> int:
         """Forget every known page that no sequence holds; returns how many, over all pools."""

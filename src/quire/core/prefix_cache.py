@@ -1,10 +1,11 @@
 """Token prefix -> the pages that already hold its KV.
 
-Only full pages are known here, each by a hash of its tokens and of everything before them:
+Pages are known here by a hash of their tokens and of everything before them:
 
     root    H(page size, tenant salt, weight version, how often weights have changed)
     page 0  H(root,   tokens 0 .. Z-1)
     page 1  H(page 0, tokens Z .. 2Z-1)         a page is found only behind its own beginning
+    end     H(page 1, tokens 2Z .. 2Z+k)        the last page of what keeps its end; who finds it copies it
 
 The cache is one holder of every page it knows. Pages that nobody else holds are idle: still findable, and evicted when
 the pool runs dry, least recently used first. Who holds a page holds all before it and lets go of the last one first, so
@@ -78,6 +79,13 @@ class PrefixCache:
             start = len(hashes) * size
             hashes.append(page_hash(hashes[-1] if hashes else root, sequence.tokens_between(start, start + size)))
         return hashes
+
+    def end_hash(self, sequence: Sequence, weights: Weights, num_tokens: int) -> bytes:
+        """The name of the page in which the first `num_tokens` tokens of a sequence end, and which is not full."""
+        num_full = num_tokens // self._page_size
+        hashes = self.hashes(sequence, weights, num_full)
+        before = hashes[num_full - 1] if num_full else sequence.hash_root
+        return page_hash(before, sequence.tokens_between(num_full * self._page_size, num_tokens))
 
     def match(self, hashes: SequenceOf[bytes], most: int) -> list[int]:
         """The pages of the longest known beginning, at most `most`. Nobody holds them yet: see `acquire`."""

@@ -26,6 +26,9 @@ class Request:
     None is the same as none."""
     stream: bool = False
     """Tokens are wanted as soon as they are generated: they come in small groups."""
+    keeps_end: bool = False
+    """Somebody may go on from all of its tokens: its last page stays in the prefix cache, full or not, for requests
+    that say the same. Not with layers that see a window."""
 
     __repr__ = short_repr
 
@@ -38,5 +41,6 @@ class Request:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"
             raise FieldError(message, field="cache_salt")
-        if not isinstance(self.stream, bool):
-            raise FieldError(f"stream={self.stream!r} must be True or False", field="stream")
+        for name in ("stream", "keeps_end"):
+            if not isinstance(getattr(self, name), bool):
+                raise FieldError(f"{name}={getattr(self, name)!r} must be True or False", field=name)

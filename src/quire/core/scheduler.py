@@ -409,6 +409,8 @@ class Scheduler:
         self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.request.keeps_end and reason is not FinishReason.ABORT:
+            self.tables.publish_end(sequence)
         sequence.finish(reason)
         self.tables.release(sequence)
 

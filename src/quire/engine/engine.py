@@ -285,7 +285,6 @@ class Engine:
             raise RuntimeError("the engine is closed")
 
     def _check_awake(self) -> None:
-        self._check_open()
         if self.is_asleep:
             raise RuntimeError("the engine sleeps, and has no weights: wake it with some")
 
@@ -370,6 +369,7 @@ class Engine:
 
         ValueError with quantize, which does not keep what it was made from.
         """
+        self._check_open()
         self._check_awake()
         return self.runner.get_weights()
 
@@ -391,6 +391,7 @@ class Engine:
         step may go on and donate its own. With `copy=False` those that the engine can compute with as they are stay
         where they are, and must not be donated before the next change.
         """
+        self._check_open()
         self._check_awake()
         if running not in ("keep", "recompute", "abort"):
             raise ValueError(f"running={running!r} must be keep, recompute or abort")
@@ -442,6 +443,7 @@ class Engine:
     @between_steps
     def zero_cache(self) -> None:
         """Overwrite every page on the device with zeros. Nothing needs this: pages are masked, never cleared."""
+        self._check_open()
         self._check_awake()
         if self.scheduler.running:
             raise RuntimeError(f"{len(self.scheduler.running)} sequences hold pages; abort them, or reset() first")

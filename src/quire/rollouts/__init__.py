@@ -5,5 +5,6 @@ Owns what was submitted and has not been handed out. Refuses to know: event loop
 
 from quire.rollouts.batch import RolloutBatch
 from quire.rollouts.rollouts import RolloutGroup, Rollouts
+from quire.rollouts.session import Session
 
-__all__ = ["RolloutBatch", "RolloutGroup", "Rollouts"]
+__all__ = ["RolloutBatch", "RolloutGroup", "Rollouts", "Session"]

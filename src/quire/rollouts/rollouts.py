@@ -34,6 +34,7 @@ from quire.engine.engine import Engine
 from quire.llm import LLM, Prompt, is_one_prompt, plain
 from quire.outputs import RequestOutput
 from quire.rollouts.calls import Call, FoldedRequest, Group, fold
+from quire.rollouts.session import Session
 from quire.short_repr import short_repr
 from quire.text.tokenizer import Tokenizer
 
@@ -188,6 +189,7 @@ class Rollouts:
         cache_salt: str = "",
         priority: int = 0,
         wait_s: float | None = None,
+        keeps_end: bool = False,
     ) -> Future[Any]:
         """Have a prompt, or a list of prompts, continued, and do not wait for it.
 
@@ -195,7 +197,8 @@ class Rollouts:
         become one request of n samples: the prompt is computed once, and every sample is its own, with one seed too.
 
         With a `group`, all that is under way under that name is handed out together when it has ended, by `collect` and
-        by iterating. Without one, only the future has it.
+        by iterating. Without one, only the future has it. `keeps_end` is for prompts that go on from one another's
+        answers, as those of a `session` do.
 
         RequestError if a prompt can never run. Where `max_pending` is reached this waits for room, at most `wait_s`
         seconds, then raises OverloadError.
@@ -211,7 +214,7 @@ class Rollouts:
         call = Call(is_one_prompt(given), len(ready))
         folds = [
             FoldedRequest(request, copies, call, lambda: self._change, self._on_end)
-            for request, copies in fold(ready, priority)
+            for request, copies in fold(ready, priority=priority, keeps_end=keeps_end)
         ]
         call.states, call.num_left = folds, len(folds)
         hash(group)  # a name that cannot be one is refused before anything is taken
@@ -224,6 +227,10 @@ class Rollouts:
             for state in folds:  # with the lock held: `abort` does not come before
                 self._thread.add(state)
         return call.future
+
+    def session(self, token_ids: Sequence[int] = (), *, cache_salt: str = "") -> Session:
+        """Begin a sequence of many turns, with these tokens: `send` appends tokens and has them answered."""
+        return Session(self.submit, token_ids, cache_salt)
 
     def _wait_for_room(self, wait_s: float | None) -> None:
         """Until there is room for one more call. (Lock held.)"""
