@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from quire import LLM, RolloutBatch, SamplingParams
+from quire import LLM, EngineConfig, RolloutBatch, SamplingParams
 from quire.device.models import ARCHITECTURES
 from quire.train import logprobs
 from tests.effort import nightly, slow
@@ -105,6 +105,34 @@ def test_forks_preemption_and_other_company_change_no_bit(temperature):
             check_equal(reported(llm.generate(PROMPTS, params)), expected, preemption)
             stats = llm.engine.stats()
             assert (stats.swaps if preemption == "swap" else stats.recomputes) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")])
+def test_one_program_makes_plain_xla_equal_to_itself(name, dtype):
+    """Alone, in company, in other chunks, from the prefix cache, preempted, scored: `deterministic`, float32 too."""
+    params = replace(DRAWN, temperature=0.7, top_p=0.9)
+    knobs = {"max_num_seqs": 8, "dtype": dtype, "deterministic": True, "max_num_batched_tokens": 24, "debug": True}
+    with tiny_llm(tiny_config(name), num_pages=200, **knobs) as llm:
+        assert llm.engine.runner.programs.matmul_kind.native is False
+        outputs = llm.generate(PROMPTS, params)
+        expected = reported(outputs)
+        check_equal(reported(llm.generate(PROMPTS, params)), expected, "from the prefix cache")
+        llm.engine.reset()
+        llm.engine.clear_prefix_cache()
+        check_equal([x for p in PROMPTS for x in reported(llm.generate([p], params))], expected, "alone")
+        check_score(llm, outputs)
+        check_score_drawn(llm, outputs, params)
+    for preemption in ("swap", "recompute"):
+        with tiny_llm(tiny_config(name), num_pages=24, preemption=preemption, max_model_len=60, **knobs) as llm:
+            check_equal(reported(llm.generate(PROMPTS, params)), expected, preemption)
+            assert llm.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize(("field", "value"), [("attention", "xla"), ("matmul", "native")])
+def test_deterministic_says_what_it_needs(field, value):
+    with pytest.raises(ValueError, match=f"deterministic=True needs {field}="):
+        EngineConfig(deterministic=True, **{field: value})
 
 
 @pytest.mark.slow

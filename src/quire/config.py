@@ -16,7 +16,7 @@ from quire.field_error import FieldError, refuse_unknown_fields
 from quire.short_repr import short_repr
 
 DTYPES = ("bfloat16", "float32")
-ATTENTION_BACKENDS = ("auto", "native", "pallas", "pallas-int8", "xla", "reference")
+ATTENTION_BACKENDS = ("auto", "native", "pallas", "pallas-int8", "xla", "xla-rows", "reference")
 MATMULS = ("auto", "native", "xla")
 QUANTIZATIONS = (None, "int8", "int8-weights", "int4-weights", "mxfp4")
 PREEMPTIONS = ("auto", "swap", "recompute")
@@ -69,12 +69,19 @@ class EngineConfig:
     attention: str = knob(
         "auto",
         "attention backend: auto (native on a CPU where it was built, pallas on a TPU, else xla), native, pallas "
-        "(on a CPU interpreted: very slow), pallas-int8 (the same, KV in int8), xla or reference (slow)",
+        "(on a CPU interpreted: very slow), pallas-int8 (the same, KV in int8), xla, xla-rows (one token at a time, as "
+        "deterministic needs it) or reference (slow)",
         expert=True,
     )
     matmul: str = knob(
         "auto",
         "matmuls, what lies between, sampler: auto (native on a CPU where it was built, else xla), native or xla",
+        expert=True,
+    )
+    deterministic: bool = knob(
+        False,
+        "one program in plain XLA for all steps, so that a log-probability is the same to the last bit in any batch; "
+        "costs speed: every step is padded to max_num_batched_tokens",
         expert=True,
     )
     compile_cache: str | None = knob(
@@ -116,18 +123,29 @@ class EngineConfig:
                     f"preemption={self.preemption!r} with num_host_pages={self.num_host_pages}: swapping needs host "
                     "pages, recomputing none; change one of the two"
                 )
-        for name in ("prefix_cache", "debug", "log_timing", "fail_on_compile"):
+        for name in ("prefix_cache", "debug", "deterministic", "log_timing", "fail_on_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.deterministic:
+            self._use_one_program()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every running sequence needs one token a step; raise the first or lower the second"
             )
 
+    def _use_one_program(self) -> None:
+        """What `deterministic` means for other knobs: each may say so itself, or be left as it is."""
+        for name, value in (("attention", "xla-rows"), ("matmul", "xla")):
+            if getattr(self, name) not in ("auto", value):
+                message = f"deterministic=True needs {name}={value!r}, not {getattr(self, name)!r}: leave {name} out"
+                raise FieldError(message, field=name)
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "max_rounds", 1)  # rounds are of a program that only decodes
+
     @property
     def max_num_samples(self) -> int:
-        """Logits drawn in one step, at most: one a row, and enough for prompt log-probabilities to move on."""
+        """Tokens drawn in one step, at most; logits in memory at once, also of tokens that are scored."""
         return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
 
 
@@ -152,6 +170,7 @@ class EngineKnobs(TypedDict, total=False):
     num_host_pages: int | None
     attention: str
     matmul: str
+    deterministic: bool
     compile_cache: str | None
     log_timing: bool
     fail_on_compile: bool

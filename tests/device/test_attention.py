@@ -24,8 +24,8 @@ from quire.device.mesh import make_mesh
 from tests.effort import ISAS, daily, examples, slow
 
 NATIVE = [f"native {isa}" for isa in ISAS]
-BACKENDS = ["reference", "xla", *NATIVE]
-DAILY_BACKENDS = [slow("reference"), "xla", *daily(NATIVE)]
+BACKENDS = ["reference", "xla", "xla-rows", *NATIVE]
+DAILY_BACKENDS = [slow("reference"), "xla", slow("xla-rows"), *daily(NATIVE)]
 NUM_HEADS, NUM_KV_HEADS = 6, 2
 
 

@@ -14,9 +14,14 @@ MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
 
 
 def step_shapes(config: EngineConfig) -> list[StepShape]:
-    """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens."""
+    """The few shapes that every step is padded to: decoding by the number of rows, mixed by the number of tokens.
+
+    With `deterministic` it is one, which holds every step.
+    """
     most_rows, most_tokens = max(config.max_num_seqs, MIN_ROWS), max(config.max_num_batched_tokens, MIN_ROWS)
     most_samples = max(config.max_num_samples, MIN_ROWS)
+    if config.deterministic:
+        return [StepShape(most_tokens, most_rows, most_samples, decode=False)]
     rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
     halfway = [low + (high - low) // 2 for low, high in pairwise(rows) if low >= MIN_HALFWAY_ROWS]
     if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:

@@ -71,6 +71,7 @@ def get_backend(name: str, device_kind: str = "cpu") -> Backend:
 
         return pallas_tpu.PallasBackend(device_kind, int8=name == "pallas-int8")
     backends = {"native": native.NativeBackend, "reference": reference.ReferenceBackend, "xla": xla.XlaBackend}
+    backends["xla-rows"] = xla.XlaRowsBackend
     return backends[name]()
 
 

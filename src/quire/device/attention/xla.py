@@ -48,6 +48,28 @@ class XlaBackend:
         return out_KTGH.swapaxes(0, 1).reshape(num_tokens, num_heads, head_dim).astype(q_TNH.dtype), kv
 
 
+class XlaRowsBackend(XlaBackend):
+    """Every token by itself, as if its row had no other in the step: whatever its company, it is added up the same.
+
+    Slower for prompts, whose tokens read the same keys one after another.
+    """
+
+    def write_and_attend(self, kv, q_TNH, k_TKH, v_TKH, layout: BatchLayout, attention: AttentionConfig, sinks_N=None):
+        """Write, then attend with a row for each token."""
+        tokens_T = jnp.arange(q_TNH.shape[0], dtype=jnp.int32)
+        row_T = jnp.searchsorted(layout.cu_q_lens_B1, tokens_T, side="right").astype(jnp.int32) - 1
+        is_real_T, row_T = row_T < len(layout.kv_lens_B), jnp.minimum(row_T, len(layout.kv_lens_B) - 1)
+        num_behind_T = layout.cu_q_lens_B1[row_T + 1] - 1 - tokens_T
+        alone = dataclasses.replace(
+            layout,
+            page_table_BP=layout.page_table_BP[row_T],
+            kv_lens_B=jnp.where(is_real_T, layout.kv_lens_B[row_T] - num_behind_T, 0),
+            cu_q_lens_B1=jnp.arange(len(tokens_T) + 1, dtype=jnp.int32),
+            decode=True,
+        )
+        return super().write_and_attend(kv, q_TNH, k_TKH, v_TKH, alone, attention, sinks_N)
+
+
 def _write(pages_KMZH: jax.Array, new_TKH: jax.Array, destinations_T: jax.Array) -> jax.Array:
     """Write each token's K or V at its destination in every head; one outside the pool is dropped.
 
