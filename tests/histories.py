@@ -100,6 +100,14 @@ def random_params(rng: random.Random, has_text: bool) -> dict[str, Any]:
     return chosen
 
 
+def can_score_draws(params: SamplingParams) -> bool:
+    try:
+        params.check_scores_draws()
+    except ValueError:
+        return False
+    return True
+
+
 def said_of(token: int, state: int, mixed: int | None, num_top: int) -> TokenLogprob:
     """What a step says of a token: by the state before it, and by what it is drawn from, if anything is."""
     raw = TokenLogprob(token, logprob(state, token), tuple(top(state)[:num_top]))
@@ -247,6 +255,7 @@ class History:
             priority=rng.choice((0, 0, 0, 1, -1)),
             cache_salt=salt,
             keeps_end=keeps_end,
+            scores_draws=params.max_tokens == 0 and can_score_draws(params),
             stream=rng.random() < 0.2,
         )
         self.admit(request, ToyGrammar if params.structured is None and rng.random() < 0.1 else None)
@@ -361,7 +370,7 @@ class History:
         unpenalised = {name: DECLARED[name].default for name in PENALTIES}
         draws = replace(params, **unpenalised, logit_bias={}, min_tokens=0)
         for token, entry in zip(prompt, sequence.prompt_logprobs, strict=False):
-            mixed = drawn_from(state, draws, [], 0, set()) if params.temperature else None
+            mixed = drawn_from(state, draws, [], 0, set()) if sequence.request.scores_draws else None
             if entry and entry != said_of(token, state, mixed, params.logprobs or 0):
                 raise MismatchError(f"{sequence.name}: {entry} of {sequence.prompt_logprobs}")
             state = hash_step(state, token, self.runner.weights)

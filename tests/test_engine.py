@@ -242,7 +242,13 @@ def test_scores_are_of_the_budget_and_cost_no_draw(llm):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("temperature", 0), ("presence_penalty", 0.5), ("logit_bias", {3: 1.0}), ("structured", Structured(regex="a"))],
+    [
+        ("temperature", 0),
+        ("presence_penalty", 0.5),
+        ("logit_bias", {3: 1.0}),
+        ("structured", Structured(regex="a")),
+        ("min_tokens", 2),
+    ],
 )
 def test_what_scores_cannot_follow_is_refused(llm, field, value):
     with pytest.raises(ValueError, match=field):

@@ -667,7 +667,7 @@ def test_tokens_of_running_and_finished_sequences_are_counted(llm):
             counts.append((done, *count_tokens()))
 
     prompts = [[1, 2, 3], [4, 5]]
-    job = quire.job.Job(llm._ready(prompts, itertools.repeat(GREEDY), ""), Seen(2))
+    job = quire.job.Job(llm._ready(prompts, itertools.repeat(GREEDY)), Seen(2))
     assert len(list(llm._run(job, quire.interrupts.Interrupts()))) == 2
     assert counts[0] == (0, 5, 2)
     assert counts[-1] == (0, 5, 12)

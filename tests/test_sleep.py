@@ -112,12 +112,14 @@ def test_rollouts_wait_while_the_engine_sleeps():
         running = [rollouts.submit(prompt, PARAMS) for prompt in PROMPTS]
         rollouts.sleep()
         waiting = [rollouts.submit(prompt, PARAMS) for prompt in PROMPTS]
+        steps = rollouts.call(lambda engine: engine.progress.steps)
+        assert rollouts.call(lambda engine: engine.progress.steps) == steps
         assert not any(future.done() for future in waiting)
         rollouts.wake(weights, version="again")
         assert tokens([future.result() for future in running]) == expected
         outputs = [future.result() for future in waiting]
         assert tokens(outputs) == expected
-        assert outputs[0].outputs[0].weight_versions == ["again"] * 20
+        assert [one.weight_versions for output in outputs for one in output.outputs] == [["again"] * 20] * 6
 
 
 MEMORY = """

@@ -21,7 +21,7 @@ from quire.checkpoint.load import LoadedModel, find_model, load_model
 from quire.config import EngineConfig, EngineKnobs, ModelConfig, engine_config
 from quire.core.default_params import default_params, describe
 from quire.core.request import Request
-from quire.core.sampling_params import SamplingParams
+from quire.core.sampling_params import DRAWS, SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import Version
 from quire.device.compile_cache import use_compile_cache
@@ -200,7 +200,7 @@ class LLM:
 
     def wake(self, params: Any = None, version: Version | None = None, *, copy: bool = True) -> None:
         """Go on after `sleep` with these weights, as `set_weights` takes them; None for those of the model's file."""
-        if params is None:
+        if params is None and self.engine.is_asleep:
             if self._load is None:
                 raise ValueError("params is None, and this model came from no file: give weights")
             params, copy = self._load().params, False
@@ -238,11 +238,15 @@ class LLM:
         Ctrl-C aborts what this call started and raises GenerationInterrupted, a KeyboardInterrupt whose `outputs` are
         those that had finished. An error in the middle has `outputs` as well.
         """
+        return self._generate(prompts, params, progress=progress, cache_salt=cache_salt)
+
+    def _generate(self, prompts: Any, params: Any, *, progress: bool, **fields: Any) -> list[RequestOutput]:
+        """`generate`, by requests with these fields."""
         outputs: list[RequestOutput] = []
         job: Job | None = None
         try:
             with Interrupts() as interrupts:
-                ready = interrupts.let_through(lambda: self.checked(prompts, params, cache_salt))
+                ready = interrupts.let_through(lambda: self.checked(prompts, params, **fields))
                 job = Job(iter(ready), self._progress(progress, sum(one.request.params.n for one in ready)))
                 for output in self._run(job, interrupts):
                     outputs.append(output)
@@ -274,7 +278,7 @@ class LLM:
         self.engine  # noqa: B018 - raises if it is closed
         given = _prompts(prompts)
         each, num_sequences = _params_of_each(self.default_params if params is None else params, given)
-        ready = self._ready(given, each, cache_salt)
+        ready = self._ready(given, each, cache_salt=cache_salt)
         return self._run(Job(ready, self._progress(progress, num_sequences)), Interrupts())
 
     def stream(
@@ -285,7 +289,7 @@ class LLM:
         if len(prompts) != 1:
             raise ValueError(f"stream takes one prompt, {len(prompts)} were given; generate takes many")
         each, _ = _params_of_each(self.default_params if params is None else params, prompts)
-        (ready,) = self._ready(prompts, each, cache_salt, stream=True)
+        (ready,) = self._ready(prompts, each, cache_salt=cache_salt, stream=True)
         self.engine.check(ready.request)
         return self._stream(ready.request)
 
@@ -352,7 +356,7 @@ class LLM:
         one for each. What lies before it is read from the prefix cache where that has it. By the same forward, pages
         and chunks that generate; nothing is drawn.
         """
-        raw = SamplingParams(max_tokens=0, prompt_logprobs=True, temperature=0)
+        raw = SamplingParams(max_tokens=0, prompt_logprobs=True)
         scores = self._score(token_ids, raw, start, cache_salt=cache_salt, progress=progress)
         return scores.logprobs if isinstance(scores, Scores) else [each.logprobs for each in scores]
 
@@ -390,8 +394,10 @@ class LLM:
         Of a sequence the `Scores`, of a list of them a list. `params.logprobs` says how many of the tokens that could
         be drawn are named beside each.
         """
-        scored = params.for_scoring()
-        return self._score(token_ids, scored, start, cache_salt=cache_salt, progress=progress)
+        params.check_scores_draws()
+        draws = {name: getattr(params, name) for name in (*DRAWS, "logprobs")}
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=True, **draws)
+        return self._score(token_ids, scored, start, cache_salt=cache_salt, progress=progress, scores_draws=True)
 
     def _score(
         self, token_ids: Sequence[Any], params: SamplingParams, start: int | Sequence[int], **how: Any
@@ -402,7 +408,7 @@ class LLM:
         starts = [starts] * len(prompts) if not isinstance(starts, Sequence) else starts
         if len(starts) != len(prompts):
             raise ValueError(f"start has {len(starts)} numbers for {len(prompts)} sequences: give one for each, or one")
-        outputs = self.generate(prompts, [replace(params, prompt_logprobs_start=each) for each in starts], **how)
+        outputs = self._generate(prompts, [replace(params, prompt_logprobs_start=each) for each in starts], **how)
         scores = [Scores.of(output.prompt_logprobs or ()) for output in outputs]
         return scores[0] if is_one else scores
 
@@ -435,19 +441,20 @@ class LLM:
 
     # -- how -----------------------------------------------------------------------------------------------------
 
-    def checked(self, prompts: Any, params: Any, cache_salt: str = "") -> list[ReadyPrompt]:
-        """Requests for prompts, as `generate` takes them, each of them one that can run. Any thread may call this."""
+    def checked(self, prompts: Any, params: Any, **fields: Any) -> list[ReadyPrompt]:
+        """Requests for prompts, as `generate` takes them, each of them one that can run. Any thread may call this.
+
+        `fields` are those of `Request` that all of them have.
+        """
         given = list(_prompts(prompts))
         each, _ = _params_of_each(self.default_params if params is None else params, given)
-        ready = list(self._ready(given, each, cache_salt))
+        ready = list(self._ready(given, each, **fields))
         for prompt in ready:
             with naming_prompt(prompt.index):
                 self.engine.check(prompt.request)
         return ready
 
-    def _ready(
-        self, prompts: Iterable[Any], each: Iterator[SamplingParams], cache_salt: str, stream: bool = False
-    ) -> Iterator[ReadyPrompt]:
+    def _ready(self, prompts: Iterable[Any], each: Iterator[SamplingParams], **fields: Any) -> Iterator[ReadyPrompt]:
         """Make a request of one prompt after the other."""
         call = uuid.uuid4().hex
         for index, given in enumerate(prompts):
@@ -459,10 +466,7 @@ class LLM:
             with naming_prompt(index):
                 text = prompt if isinstance(prompt, str) else None
                 token_ids = tuple(self.tokenizer.encode(text) if text is not None else map(plain, prompt))
-            request_id = f"{call}-{index}"
-            request = Request(
-                id=request_id, prompt_token_ids=token_ids, params=params, cache_salt=cache_salt, stream=stream
-            )
+            request = Request(id=f"{call}-{index}", prompt_token_ids=token_ids, params=params, **fields)
             yield ReadyPrompt(index, request, text)
 
     def _chat_prompts(self, conversations: Sequence[Sequence[Message]]) -> Iterator[list[int]]:

@@ -291,6 +291,32 @@ def test_a_preempted_score_does_not_score_twice(arrive):
     assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *range(101, 112)]
 
 
+def test_new_weights_score_an_unfinished_prompt_anew(arrive):
+    s = scheduler(rows=2, budget=4)
+    scored = arrive(9, 0, prompt_logprobs=True)
+    s.add(scored)
+    run(s, steps=1)
+    assert len(scored.prompt_logprobs) == 5
+    s.set_version(1, running="recompute")
+    assert scored.prompt_logprobs == [None]
+    run(s)
+    assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *range(101, 109)]
+
+
+def test_new_weights_leave_the_scores_of_a_family_that_has_drawn(arrive):
+    """One of three has found no sample in the step that computed the prompt; the scores are the family's."""
+    s = scheduler(rows=3, budget=32, max_num_samples=2)
+    first = arrive(9, 4, prompt_logprobs=True, n=3)
+    family = [first, first.fork(), first.fork()]
+    s.add(first)
+    run(s, steps=1)
+    assert [bool(one.num_output) for one in family] == [True, True, False]
+    s.set_version(1, running="recompute")
+    run(s)
+    for one in family:
+        assert [entry and entry.token_id for entry in one.prompt_logprobs] == [None, *range(101, 109)]
+
+
 def test_min_tokens_holds_every_stop_back(arrive):
     s = scheduler()
     sequence = arrive(3, 9, eos={7}, min_tokens=3, stop_token_ids=(7,), stop=((7, 7),))

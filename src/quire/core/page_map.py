@@ -99,8 +99,9 @@ def page_map(scheduler: Scheduler) -> PageMap:
         cache, window = pool.prefix_cache, tables.windows[i - 1].window if i else None
         owners, fills = _owners([(s, _first(s, i), s.tables[i]) for s in scheduler.running], tables.page_size)
         for page in range(pool.allocator.num_pages):
-            name = cache.hash_of(page) if cache else None
-            fill, hex_name = (fills.get(page, 0), None) if name is None else (tables.page_size, name.hex())
+            fill, hex_name = fills.get(page, 0), None
+            if cache and (name := cache.hash_of(page)):
+                fill, hex_name = cache.num_tokens(page), name.hex()
             holders = pool.allocator.refcount(page)
             pages.append(PageInfo(page, "device", tuple(owners.get(page, ())), holders, fill, hex_name, window))
     for i, pool in enumerate(tables.pools):

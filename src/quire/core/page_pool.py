@@ -92,15 +92,17 @@ class PagePool:
 
     def copy(self, source: int) -> int:
         """A new page, to be filled with what another holds."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.touch(source)
         (page,) = self.allocate(1)
         self.operations.copies.append((source, page))
         return page
 
-    def publish(self, name: bytes, page: int) -> int:
-        """Make a full page findable. Where another is known by that name, it is held in this one's place."""
+    def publish(self, name: bytes, page: int, num_tokens: int | None = None) -> int:
+        """Make a page findable, full or with so many tokens. Where another has that name, it is held in its place."""
         if self.prefix_cache is None:
             return page
-        known = self.prefix_cache.publish(name, page)
+        known = self.prefix_cache.publish(name, page, num_tokens)
         if known != page:
             self.hold([known])
             self.drop([page])

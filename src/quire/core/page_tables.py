@@ -218,10 +218,12 @@ class PageTables:
         """How far an end that somebody has kept reaches behind full pages, and its page; `covered` and None if not."""
         cache = self.pool.prefix_cache
         if cache is not None and sequence.request.keeps_end and not self.windows:
-            for end in range(min(covered + self.page_size - 1, most), covered, -1):
-                page = cache.page_of(cache.end_hash(sequence, self.weights, end))
+            end = min(covered + self.page_size - 1, most)
+            names = cache.end_hashes(sequence, self.weights, covered // self.page_size, end)
+            for i, name in reversed(list(enumerate(names, 1))):
+                page = cache.page_of(name)
                 if page is not None:
-                    return end, page
+                    return covered + i, page
         return covered, None
 
     def _seen_by(
@@ -311,8 +313,8 @@ class PageTables:
         """
         cache, (num_full, rest) = self.pool.prefix_cache, divmod(sequence.num_computed, self.page_size)
         if cache is not None and rest and not self.windows and sequence.kv_weights == self.weights:
-            name = cache.end_hash(sequence, self.weights, sequence.num_computed)
-            sequence.pages[num_full] = self.pool.publish(name, sequence.pages[num_full])
+            *_, name = cache.end_hashes(sequence, self.weights, num_full, sequence.num_computed)
+            sequence.pages[num_full] = self.pool.publish(name, sequence.pages[num_full], rest)
 
     def clear_prefix_cache(self) -> int:
         """Forget every known page that no sequence holds; returns how many, over all pools."""

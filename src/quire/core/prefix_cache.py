@@ -33,6 +33,8 @@ class PrefixCache:
         self._page_size = page_size
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
+        self._num_tokens: dict[int, int] = {}
+        """Tokens in pages that are not full."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages held by nobody else; the next to be evicted first."""
         self.num_evictions = 0
@@ -80,12 +82,23 @@ class PrefixCache:
             hashes.append(page_hash(hashes[-1] if hashes else root, sequence.tokens_between(start, start + size)))
         return hashes
 
-    def end_hash(self, sequence: Sequence, weights: Weights, num_tokens: int) -> bytes:
-        """The name of the page in which the first `num_tokens` tokens of a sequence end, and which is not full."""
-        num_full = num_tokens // self._page_size
+    def end_hashes(self, sequence: Sequence, weights: Weights, num_full: int, end: int) -> list[bytes]:
+        """The names of the page behind `num_full` full ones, were it to end with its first token, its second, ..."""
         hashes = self.hashes(sequence, weights, num_full)
-        before = hashes[num_full - 1] if num_full else sequence.hash_root
-        return page_hash(before, sequence.tokens_between(num_full * self._page_size, num_tokens))
+        digest, names = hashlib.sha256(hashes[num_full - 1] if num_full else sequence.hash_root), []
+        for token in sequence.tokens_between(num_full * self._page_size, end):
+            digest.update(array("i", [token]).tobytes())
+            names.append(digest.digest())
+        return names
+
+    def touch(self, page: int) -> None:
+        """A page was used by somebody who does not hold it: of idle ones it is the last to be evicted."""
+        if page in self._idle:
+            self._idle.move_to_end(page)
+
+    def num_tokens(self, page: int) -> int:
+        """Tokens in a page that is known here."""
+        return self._num_tokens.get(page, self._page_size)
 
     def match(self, hashes: SequenceOf[bytes], most: int) -> list[int]:
         """The pages of the longest known beginning, at most `most`. Nobody holds them yet: see `acquire`."""
@@ -110,12 +123,17 @@ class PrefixCache:
             if page in self._hash_of and refcount(page) == 1:
                 self._idle[page] = None
 
-    def publish(self, page_id: bytes, page: int) -> int:
-        """Make a full page findable. Returns the page known by that hash: another one, if somebody was first."""
+    def publish(self, page_id: bytes, page: int, num_tokens: int | None = None) -> int:
+        """Make a page findable, full unless it says how many tokens it has.
+
+        Returns the page known by that hash: another one, if somebody was first.
+        """
         known = self._page_of.setdefault(page_id, page)
         if known == page and page not in self._hash_of:
             self._hash_of[page] = page_id
             self._allocator.retain([page])
+            if num_tokens is not None:
+                self._num_tokens[page] = num_tokens
         return known
 
     def evict(self, count: int) -> list[int]:
@@ -123,6 +141,7 @@ class PrefixCache:
         evicted = [self._idle.popitem(last=False)[0] for _ in range(min(count, len(self._idle)))]
         for page in evicted:
             del self._page_of[self._hash_of.pop(page)]
+            self._num_tokens.pop(page, None)
         self.num_evictions += len(evicted)
         return self._allocator.release(evicted)
 
@@ -135,6 +154,8 @@ class PrefixCache:
             if (page in self._idle) != (refcount(page) == 1):
                 where = "is" if page in self._idle else "is not"
                 raise AuditError(f"page {page} {where} idle in the prefix cache, refcount {refcount(page)}")
+        if not self._num_tokens.keys() <= self._hash_of.keys():
+            raise AuditError("the prefix cache counts the tokens of a page that it does not know")
         for page in self._idle:
             if page not in self._hash_of:
                 raise AuditError(f"page {page} is idle in the prefix cache, which does not know it")
@@ -147,5 +168,5 @@ def page_root(page_size: int, salt: str, weights: Weights) -> bytes:
 
 
 def page_hash(before: bytes, tokens: SequenceOf[int]) -> bytes:
-    """The name of a full page: its tokens, and the name of what is before it."""
+    """The name of a page: of its tokens, and of the name of what is before it."""
     return hashlib.sha256(before + array("i", tokens).tobytes()).digest()

@@ -30,6 +30,9 @@ class Request:
     """Somebody may go on from all of its tokens: its last page stays in the prefix cache, full or not, for requests
     that say the same. Not with layers that see a window."""
 
+    scores_draws: bool = False
+    """With `prompt_logprobs` and without output: score the prompt also under what `params` draw from."""
+
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
@@ -41,6 +44,11 @@ class Request:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"
             raise FieldError(message, field="cache_salt")
-        for name in ("stream", "keeps_end"):
+        for name in ("stream", "keeps_end", "scores_draws"):
             if not isinstance(getattr(self, name), bool):
                 raise FieldError(f"{name}={getattr(self, name)!r} must be True or False", field=name)
+        if self.scores_draws:
+            self.params.check_scores_draws()
+            if self.params.max_tokens != 0:
+                message = f"scores_draws=True with max_tokens={self.params.max_tokens}: it is for max_tokens=0"
+                raise FieldError(message, field="scores_draws")

@@ -225,22 +225,20 @@ class SamplingParams:
         """Whether the next token depends on which tokens came before, beyond what the model makes of them."""
         return any(getattr(self, name) != DECLARED[name].default for name in PENALTIES)
 
-    def for_scoring(self) -> "SamplingParams":
-        """What asks how likely the tokens of a prompt are, drawn as these parameters draw; FieldError if that is moot.
+    def check_scores_draws(self) -> None:
+        """Raise FieldError unless a token's logits alone say how likely it is to be drawn with these parameters.
 
-        Penalties, biases and forms belong to an output, and are refused.
+        Penalties, biases, forms and stops held back belong to an output.
         """
         if self.temperature == 0:
             raise FieldError("temperature=0 draws nothing: score under a temperature above 0", field="temperature")
-        neutral = {name: DECLARED[name].default for name in PENALTIES} | {"logit_bias": {}, "structured": None}
-        for name, value in neutral.items():
+        neutral = {name: DECLARED[name].default for name in PENALTIES}
+        for name, value in (neutral | {"logit_bias": {}, "structured": None, "min_tokens": 0}).items():
             if getattr(self, name) != value:
                 message = (
                     f"{name}={getattr(self, name)!r} is of an output, and no output is drawn: leave it at {value!r}"
                 )
                 raise FieldError(message, field=name)
-        draws = {name: getattr(self, name) for name in (*DRAWS, "logprobs")}
-        return SamplingParams(max_tokens=0, prompt_logprobs=True, **draws)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -58,7 +58,7 @@ class TokenLogprob(NamedTuple):
 
     Raw is under the model itself, what a trainer computes. Processed is under what the token was drawn from: after
     penalties, bias, temperature and cuts (0 for a greedy token, whose choice was certain). Prompt tokens were not drawn
-    and have raw ones only, but for those of a request that draws nothing (`max_tokens=0`) at a temperature above 0.
+    and have raw ones only, but where `LLM.score_drawn` asks for both.
     """
 
     token_id: int
@@ -238,8 +238,11 @@ class Sequence:
             self.prompt_logprobs = [*self.prompt_logprobs, *parent.prompt_logprobs[start:]]
 
     def forget_prompt_scores(self) -> None:
-        """Have its prompt scored anew, as all of it is to be under one version of the weights, unless it is done."""
-        if not self.num_output:
+        """Have the prompt scored anew, as all of it is to be under one version of the weights, unless it is done.
+
+        It is once somebody of the family has drawn from it: they share the scores.
+        """
+        if not any(member.num_output for member in self.family):
             start = self.params.prompt_logprobs_start if self.params.prompt_logprobs else 1
             del self.prompt_logprobs[start:]
 
@@ -291,8 +294,8 @@ class Sequence:
 
     @property
     def scores_draws(self) -> bool:
-        """Whether its tokens are scored under its parameters to draw with, too: when it draws none itself."""
-        return self.max_tokens == 0 and self.params.temperature > 0
+        """Whether its tokens are scored under its parameters to draw with, too."""
+        return self.request.scores_draws
 
     @property
     def first_unscored(self) -> int | None:

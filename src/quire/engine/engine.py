@@ -414,12 +414,12 @@ class Engine:
         self._check_open()
         if not self.is_asleep:
             self.scheduler.lose_pages()
+            self.is_asleep = True  # from here on: Ctrl-C in what follows leaves it asleep, and it may be repeated
             self.runner.sleep()
-            self.is_asleep = True
 
     @between_steps
     def wake(self, params: Any, version: Version | None = None, *, copy: bool = True) -> None:
-        """Go on after `sleep`, with weights as `set_weights` takes them. Nothing is compiled.
+        """Go on after `sleep`, with weights as `set_weights` takes them. No step is compiled again.
 
         When these are refused, or there is no memory for them, the engine stays asleep.
         """

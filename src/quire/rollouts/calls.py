@@ -136,8 +136,8 @@ class FoldedRequest(RequestState):
             yield copy.index, replace(whole, outputs=samples, index=copy.index, prompt=copy.text)
 
 
-def fold(ready: Iterable[ReadyPrompt], **fields: Any) -> Iterator[tuple[Request, list[ReadyPrompt]]]:
-    """Requests with these fields for prompts, one for all that are equal, as many as a request may have samples."""
+def fold(ready: Iterable[ReadyPrompt]) -> Iterator[tuple[Request, list[ReadyPrompt]]]:
+    """Requests for prompts, one for all that are equal, as many as a request may have samples."""
     folds: list[list[ReadyPrompt]] = []
     last: dict[tuple[int, ...], list[ReadyPrompt]] = {}
     for prompt in ready:
@@ -152,4 +152,4 @@ def fold(ready: Iterable[ReadyPrompt], **fields: Any) -> Iterator[tuple[Request,
     for fold in folds:
         first = fold[0].request
         params = replace(first.params, n=first.params.n * len(fold))
-        yield replace(first, params=params, **fields), fold
+        yield replace(first, params=params), fold

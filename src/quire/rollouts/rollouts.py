@@ -205,7 +205,8 @@ class Rollouts:
         """
         given = plain(prompts)
         try:
-            ready = self.llm.checked(given, params, cache_salt)
+            fields = {"cache_salt": cache_salt, "priority": priority, "keeps_end": keeps_end}
+            ready = self.llm.checked(given, params, **fields)
         except RuntimeError:
             self._check_open()
             raise
@@ -213,8 +214,7 @@ class Rollouts:
             raise ValueError("prompts is empty: give a prompt, or a list of prompts")
         call = Call(is_one_prompt(given), len(ready))
         folds = [
-            FoldedRequest(request, copies, call, lambda: self._change, self._on_end)
-            for request, copies in fold(ready, priority=priority, keeps_end=keeps_end)
+            FoldedRequest(request, copies, call, lambda: self._change, self._on_end) for request, copies in fold(ready)
         ]
         call.states, call.num_left = folds, len(folds)
         hash(group)  # a name that cannot be one is refused before anything is taken

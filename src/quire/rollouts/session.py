@@ -22,7 +22,7 @@ class Session:
     ) -> None:
         """`submit` is that of `Rollouts`."""
         self._submit = submit
-        self._token_ids = list(token_ids)
+        self._token_ids = _checked(token_ids)
         self._cache_salt = cache_salt
         self._turn: Future[RequestOutput] | None = None
         """The answer that has not been taken over yet."""
@@ -59,10 +59,7 @@ class Session:
         """
         if params is not None and params.n != 1:
             raise ValueError(f"n={params.n} answers to go on from: a session has one; fork() makes others")
-        given: Any = plain(token_ids)
-        if isinstance(given, str):
-            raise ValueError("token_ids is text: encode it, so that what the model said stays as it said it")
-        prompt = [*self.token_ids, *given]
+        prompt = [*self.token_ids, *_checked(token_ids)]
         how = {"group": group, "priority": priority, "wait_s": wait_s}
         self._turn = self._submit(prompt, params, cache_salt=self._cache_salt, keeps_end=True, **how)
         return self._turn
@@ -70,3 +67,10 @@ class Session:
     def fork(self) -> "Session":
         """Another session with the tokens of this one, and its KV: both go on from there."""
         return Session(self._submit, self.token_ids, self._cache_salt)
+
+
+def _checked(token_ids: Any) -> list[int]:
+    given = [plain(one) for one in plain(token_ids)]
+    if not all(isinstance(one, int) for one in given):
+        raise ValueError(f"token_ids={token_ids!r} must be token ids: text is encoded once, so that nothing changes")
+    return given
