@@ -219,7 +219,8 @@ def test_tokens_are_scored_under_what_they_were_drawn_from(llm):
         np.testing.assert_allclose(score.processed_logprobs, [e.processed_logprob for e in drawn], atol=1e-4)
         np.testing.assert_allclose(score.kept_mass, [entry.kept_mass for entry in drawn], atol=1e-4)
         assert (score.kept_mass < 1).any()
-        assert score.kept_ids.shape[1] <= 12
+        assert score.kept_ids.shape == (90, 20)
+        assert (score.kept_ids[:, 12:] == -1).all()
         for ids, entry in zip(score.kept_ids.tolist(), drawn, strict=True):
             kept = [token_id for token_id, _ in entry.processed_top]
             assert ids == kept + [-1] * (len(ids) - len(kept))

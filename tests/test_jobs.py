@@ -639,8 +639,11 @@ def test_score_begins_where_it_is_told_and_reads_what_is_before_from_the_prefix_
         assert llm.engine.stats().held_pages == 0
         with pytest.raises(ValueError, match="start has 2 numbers for 4 sequences: give one for each, or one"):
             llm.score(completions, start=[1, 2])
-        with pytest.raises(ValueError, match="prompt_logprobs_start=0 must be"):
-            llm.score(completions, start=0)
+        for wrong in (0, [1, 2, 3, -1], "2"):
+            with pytest.raises(ValueError, match="start"):
+                llm.score(completions, start=wrong)
+        with pytest.raises(ValueError, match="params=None must be SamplingParams"):
+            llm.score_drawn(completions, None)
 
 
 def test_chat_takes_one_conversation_or_a_list_of_them():

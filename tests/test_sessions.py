@@ -117,10 +117,12 @@ def test_what_cannot_be_a_turn_is_refused():
         session = rollouts.session([1, 2])
         with pytest.raises(ValueError, match="n=2 answers to go on from"):
             session.send([3], SamplingParams(n=2))
-        for wrong in ("more", [[1, 2]], ["a"]):
-            with pytest.raises(ValueError, match="must be token ids"):
+        with pytest.raises(ValueError, match=r"params=\{\} must be SamplingParams"):
+            session.send([3], {})  # type: ignore
+        for wrong in ("more", [[1, 2]], ["a"], 3):
+            with pytest.raises(ValueError, match="must be a list of token ids"):
                 session.send(wrong)  # type: ignore
-            with pytest.raises(ValueError, match="must be token ids"):
+            with pytest.raises(ValueError, match="must be a list of token ids"):
                 rollouts.session(wrong)  # type: ignore
         assert session.token_ids == [1, 2]
 

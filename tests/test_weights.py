@@ -8,6 +8,7 @@ from quire import SamplingParams
 from quire.core.request import Request
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors
+from tests.fake_llm import fake_llm
 from tests.tiny import tiny_config, tiny_llm, tiny_params, tiny_tensors
 
 PROMPT = [(5 * i) % 90 + 1 for i in range(21)]
@@ -146,3 +147,15 @@ def test_a_name_used_again_for_other_weights_finds_none_of_their_pages(llm):
         llm.engine.set_weights(other_params(), version=version)
         assert generate(llm).num_cached_tokens == 0
     assert llm.engine.stats().weight_version == 5
+
+
+def test_a_version_that_nobody_gave_is_the_next_number():
+    """No two weights are called the same, however versions were given before."""
+    with fake_llm(num_pages=20) as llm:
+        seen = []
+        for version in (None, 7, None, "a name", None, 3, None):
+            llm.set_weights(len(seen) + 1, version=version)
+            seen.append(llm.engine.scheduler.tables.weights.version)
+        llm.sleep()
+        llm.wake(9)
+        assert [*seen, llm.engine.scheduler.tables.weights.version] == [1, 7, 8, "a name", 9, 3, 10, 11]

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quire.checkpoint.load import LoadedModel, find_model, load_model
-from quire.config import EngineConfig, EngineKnobs, ModelConfig, engine_config
+from quire.config import MAX_DIMENSION, EngineConfig, EngineKnobs, ModelConfig, check_whole, engine_config
 from quire.core.default_params import default_params, describe
 from quire.core.request import Request
 from quire.core.sampling_params import DRAWS, SamplingParams
@@ -353,8 +353,8 @@ class LLM:
         """The log-probability of each token from `start` on, given all before it: entry i is of `token_ids[start + i]`.
 
         An array in float32; of a list of sequences a list of arrays, computed in batches, with one `start` for all or
-        one for each. What lies before it is read from the prefix cache where that has it. By the same forward, pages
-        and chunks that generate; nothing is drawn.
+        one for each; an empty one of a sequence that ends before it. What lies before it is read from the prefix cache
+        where that has it. By the same forward, pages and chunks that generate; nothing is drawn.
         """
         raw = SamplingParams(max_tokens=0, prompt_logprobs=True)
         scores = self._score(token_ids, raw, start, cache_salt=cache_salt, progress=progress)
@@ -394,6 +394,8 @@ class LLM:
         Of a sequence the `Scores`, of a list of them a list. `params.logprobs` says how many of the tokens that could
         be drawn are named beside each.
         """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} must be SamplingParams(...), one for all sequences")
         params.check_scores_draws()
         draws = {name: getattr(params, name) for name in (*DRAWS, "logprobs")}
         scored = SamplingParams(max_tokens=0, prompt_logprobs=True, **draws)
@@ -408,8 +410,10 @@ class LLM:
         starts = [starts] * len(prompts) if not isinstance(starts, Sequence) else starts
         if len(starts) != len(prompts):
             raise ValueError(f"start has {len(starts)} numbers for {len(prompts)} sequences: give one for each, or one")
+        for each in starts:
+            check_whole("start", plain(each), 1, MAX_DIMENSION)
         outputs = self._generate(prompts, [replace(params, prompt_logprobs_start=each) for each in starts], **how)
-        scores = [Scores.of(output.prompt_logprobs or ()) for output in outputs]
+        scores = [Scores.of(output.prompt_logprobs or (), params.logprobs or 0) for output in outputs]
         return scores[0] if is_one else scores
 
     def embed(

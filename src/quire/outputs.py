@@ -52,7 +52,7 @@ class RequestOutput:
     __repr__ = short_repr
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Scores:
     """How likely each token of a sequence was, from a start on; arrays with an entry for each."""
 
@@ -64,22 +64,22 @@ class Scores:
     """The probability that all tokens which could be drawn had together, at that temperature, before the others were
     cut off: 1 where nothing is cut off."""
     kept_ids: np.ndarray
-    """`[tokens, most]`: the likeliest tokens that could be drawn, as many as were asked for; -1 behind the last."""
+    """`[tokens, params.logprobs]`: the likeliest tokens that could be drawn. -1 behind the last of them: a row without
+    -1 may have had more."""
 
     __repr__ = short_repr
 
     @classmethod
-    def of(cls, entries: SequenceOf[TokenLogprob | None]) -> "Scores":
-        """Of what a request says of its prompt; tokens before its start have no entry."""
+    def of(cls, entries: SequenceOf[TokenLogprob | None], num_ids: int) -> "Scores":
+        """Of what a request says of its prompt, and of so many kept ids; tokens before its start have no entry."""
         scored = [entry for entry in entries if entry]
 
         def floats(values: SequenceOf[float | None]) -> np.ndarray:
             return np.array(values, np.float32)  # None is NaN
 
-        kept = [[token_id for token_id, _ in entry.processed_top] for entry in scored]
-        kept_ids = np.full((len(kept), max(map(len, kept), default=0)), -1, np.int32)
-        for row, ids in zip(kept_ids, kept, strict=True):
-            row[: len(ids)] = ids
+        kept_ids = np.full((len(scored), num_ids), -1, np.int32)
+        for row, entry in zip(kept_ids, scored, strict=True):
+            row[: len(entry.processed_top)] = [token_id for token_id, _ in entry.processed_top]
         return cls(
             floats([entry.logprob for entry in scored]),
             floats([entry.processed_logprob for entry in scored]),

@@ -96,6 +96,8 @@ class Engine:
         self._undelivered: list[TokenEvent] = []
         """Events of a step whose `meanwhile` raised."""
         self._num_arrived = self._prompt_tokens = 0
+        self._last_number = 0
+        """The highest version of weights that was a number."""
         self._timer, self._counters, self._timing_log = StepTimer(clock), StepCounters(), TimingLog()
 
     def __repr__(self) -> str:
@@ -385,7 +387,7 @@ class Engine:
         """Compute with other weights of the same shape from the next step on; no step is compiled again.
 
         `params` is a tree as in docs/weights.md, in the engine's type, or maps Hugging Face names to arrays of any.
-        A version is what you call these weights, by default the number of this change: it is on every token. Pages of
+        A version is what you call these weights, by default the next number: it is on every token. Pages of
         other weights are never found again, whatever they were called. Requests that have begun keep the KV they have,
         have all of it computed again, or are aborted (their sequences are returned). The arrays are copied: a training
         step may go on and donate its own. With `copy=False` those that the engine can compute with as they are stay
@@ -396,11 +398,13 @@ class Engine:
         if running not in ("keep", "recompute", "abort"):
             raise ValueError(f"running={running!r} must be keep, recompute or abort")
         if version is None:
-            version = self.scheduler.tables.weights.change + 1
+            version = self._last_number + 1
         version = version.item() if hasattr(version, "item") else version  # pyright: ignore
         if isinstance(version, bool) or not isinstance(version, int | str):
             raise ValueError(f"version={version!r} must be a whole number or a string")
         self.runner.set_weights(params, copy=copy)
+        if isinstance(version, int):
+            self._last_number = max(self._last_number, version)
         aborted = self.scheduler.set_version(version, running)
         self._forget_finished(sequence.request.id for sequence in aborted)
         return aborted

@@ -13,7 +13,7 @@ from quire.rollouts.rollouts import RolloutGroup
 NO_VERSION = -1
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RolloutBatch:
     """Samples in arrays: one row for each, prompts padded on the left, outputs on the right.
 

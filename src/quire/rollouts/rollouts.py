@@ -355,7 +355,9 @@ class Rollouts:
     def call[T](self, function: Callable[[Engine], T]) -> T:
         """Run `function(engine)` on the engine's thread between two steps, and return what it returns.
 
-        All of the engine's methods may be used there but `add` and `step`. Requests stand still meanwhile.
+        All of the engine's methods may be used there but `add` and `step`, and those of `llm` that answer at once:
+        `call(lambda engine: engine.params)`, `call(lambda _: rollouts.llm.score(token_ids))`. Requests under way stand
+        still meanwhile, or advance with what is asked for.
         """
         return self._wait(lambda: self._thread.call(function))
 

@@ -55,8 +55,11 @@ class Session:
         """Append these tokens and have all of it continued, as `Rollouts.submit` does with a prompt.
 
         The answer becomes part of the session when it ends; one that is aborted or fails leaves the session as it was
-        before this call. With `max_tokens=0` the tokens are appended, and scored, and nothing is drawn.
+        before this call. With `max_tokens=0, prompt_logprobs=True` the tokens are appended and scored, and nothing is
+        drawn.
         """
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ValueError(f"params={params!r} must be SamplingParams(...)")
         if params is not None and params.n != 1:
             raise ValueError(f"n={params.n} answers to go on from: a session has one; fork() makes others")
         prompt = [*self.token_ids, *_checked(token_ids)]
@@ -70,7 +73,8 @@ class Session:
 
 
 def _checked(token_ids: Any) -> list[int]:
-    given = [plain(one) for one in plain(token_ids)]
-    if not all(isinstance(one, int) for one in given):
-        raise ValueError(f"token_ids={token_ids!r} must be token ids: text is encoded once, so that nothing changes")
+    given = plain(token_ids)
+    given = [plain(one) for one in given] if isinstance(given, Sequence) else None
+    if given is None or not all(isinstance(one, int) for one in given):
+        raise ValueError(f"token_ids={token_ids!r} must be a list of token ids; encode text with the tokenizer")
     return given
