@@ -56,7 +56,7 @@ def test_the_example_of_every_form_runs():
 def test_the_code_of_the_page_on_research_runs():
     """From top to bottom as it stands, on a model small enough."""
     code = re.findall(r"```python\n(.*?)```", (DOCS / "research.md").read_text(), re.DOTALL)
-    assert len(code) == 4
+    assert len(code) == 5
     with tiny_llm(tiny_config(eos_ids=()), max_num_seqs=4, max_rounds=8, debug=True) as llm:
         names = {"llm": llm}
         for block in code:

@@ -247,5 +247,5 @@ def _decode_inputs(programs: Programs, shape: StepShape, size: StepSize) -> Any:
     )
     rounds = replace(default_rounds(size.rows), max_rounds_B=np.full(size.rows, size.rounds, np.int32))
     placed = jax.tree.map(lambda leaf: leaf.sharding, programs.inputs(shape))
-    arrays = (np.zeros(size.rows, np.int32), layout, samples, rounds, default_embed(size.rows))
+    arrays = (np.zeros(size.rows, np.int32), layout, samples, rounds, None, default_embed(size.rows))
     return jax.device_put(arrays, placed)
