@@ -527,6 +527,7 @@ def interrupted_at(line_number: int, call) -> tuple[object, bool]:
                 signal.raise_signal(signal.SIGINT)
         return trace
 
+    gc.disable()  # Hypothesis has a callback in it: where Ctrl-C meets that, nobody hears of it
     sys.settrace(trace)
     try:
         return call(), next(lines) > line_number
@@ -534,6 +535,7 @@ def interrupted_at(line_number: int, call) -> tuple[object, bool]:
         return error, True
     finally:
         sys.settrace(None)
+        gc.enable()
 
 
 @pytest.mark.parametrize("how", ["generate", "generate_iter"])
