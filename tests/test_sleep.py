@@ -91,7 +91,7 @@ def test_weights_that_are_refused_leave_it_asleep():
 
 
 def test_it_reads_its_file_again(tmp_path):
-    with LLM(write_tiny_folder(tmp_path / "tiny"), num_pages=64, quiet=True) as llm:
+    with LLM(write_tiny_folder(tmp_path / "tiny"), num_pages=64, max_num_seqs=4, quiet=True) as llm:
         expected = tokens(llm.generate(PROMPTS, PARAMS))
         llm.set_weights(halved(llm.params))
         llm.sleep()
