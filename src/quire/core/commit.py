@@ -44,11 +44,11 @@ def accept_scores(plan: StepPlan, result: StepResult) -> None:
 
     Also under the parameters to draw with, where these are all that a request is about.
     """
-    for i, (sequence, _, _, position, _) in enumerate(plan.scores):
+    for i, (sequence, _, position, _) in enumerate(plan.scores):
         if sequence.state is not SequenceState.RUNNING:
             continue  # aborted while the step was in flight
         scores = sequence.prompt_logprobs if position < sequence.prompt_len else sequence.logprobs
-        scores.append(_logprob(sequence, _asked(result.scores), i, 0, processed=sequence.scores_draws))
+        scores.append(_logprob(sequence, _asked(result.scores), i, 0, processed=sequence.request.scores_draws))
 
 
 def accept_pooled(plan: StepPlan, result: StepResult) -> None:

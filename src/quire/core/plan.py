@@ -39,7 +39,6 @@ class Score(NamedTuple):
     """Find the log-probability of the token at `position`, which is there, by the logits of the token before it."""
 
     sequence: Sequence
-    row: int
     packed_index: int
     """Which token of the step the logits are of, counted over all rows in order."""
     position: int

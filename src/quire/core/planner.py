@@ -64,7 +64,7 @@ class Planner:
         num_samples_before = len(samples)
         for part in sequence.unscored_between(first + 1, end + 1):
             for position, token_id in zip(part, sequence.tokens_between(part.start, part.stop), strict=True):
-                plan.scores.append(Score(sequence, row, base + position, position, token_id))
+                plan.scores.append(Score(sequence, base + position, position, token_id))
         if end == sequence.num_tokens and sequence.max_tokens:
             samples.append(Sample(sequence, row, base + end, end))
             if waiting_for_prompt and end == sequence.prompt_len:

@@ -243,8 +243,7 @@ class Sequence:
         It is once somebody of the family has drawn from it: they share the scores.
         """
         if not any(member.num_output for member in self.family):
-            start = self.params.prompt_logprobs_start if self.params.prompt_logprobs else 1
-            del self.prompt_logprobs[start:]
+            self.prompt_logprobs[:] = [None] * self.prompt_logprobs.count(None)
 
     def join_family(self) -> None:
         """Be one of the sequences of its parent's request from here on."""
@@ -291,11 +290,6 @@ class Sequence:
         """Positions of `start .. end-1` whose tokens are there, and their log-probabilities, though asked for, not."""
         parts = [range(max(start, part.start), min(end, part.stop)) for part in self._unscored()]
         return [part for part in parts if part]
-
-    @property
-    def scores_draws(self) -> bool:
-        """Whether its tokens are scored under its parameters to draw with, too."""
-        return self.request.scores_draws
 
     @property
     def first_unscored(self) -> int | None:

@@ -229,8 +229,9 @@ def _pack_scores(scores: Sequence[Score], num_tokens: int) -> SampleInputs:
     """The tokens to score, and how one would draw them where that is asked for."""
     ids = [score.token_id for score in scores]
     given: dict[str, np.ndarray] = {"target_S": _padded(ids, num_tokens, INVALID)}
-    if any(score.sequence.scores_draws for score in scores):
-        params = [score.sequence.params if score.sequence.scores_draws else GREEDY for score in scores]
+    requests = [score.sequence.request for score in scores]
+    if any(request.scores_draws for request in requests):
+        params = [request.params if request.scores_draws else GREEDY for request in requests]
         for name in DRAWS:
             column = given[f"{name}_S"] = np.full(num_tokens, NEUTRAL[name])
             column[: len(params)] = [getattr(one, name) for one in params]
