@@ -266,6 +266,18 @@ def test_a_donated_tensor_is_told_by_name():
         arrays_from_tensors(tiny_config(), tensors, dtype="float32")
 
 
+@pytest.mark.parametrize("params", [None, "weights", np.ones(3)], ids=lambda params: type(params).__name__)
+def test_what_is_no_mapping_is_told_by_its_type(params):
+    with pytest.raises(ValueError, match=f"params is of type {type(params).__name__}: give a dict of arrays"):
+        LLM.from_params(tiny_config(), params, quiet=True, **KNOBS)
+
+
+def test_a_number_in_the_place_of_an_array_is_named():
+    params = tiny_params(tiny_config()) | {"embed": 1.0}
+    with pytest.raises(ValueError, match=r"params\['embed'\] is of type float: give an array"):
+        check_params(tiny_config(), params, dtype="float32")
+
+
 # -- the shape alone ---------------------------------------------------------------------------------------------
 
 

@@ -76,6 +76,8 @@ def test_a_sample_without_a_token_is_a_row_of_padding():
 def test_what_cannot_be_a_batch_is_told(outputs):
     with pytest.raises(ValueError, match="samples is empty"):
         RolloutBatch.of([])
+    with pytest.raises(ValueError, match="samples is one RequestOutput: give a list"):
+        RolloutBatch.of(outputs[0])
     with pytest.raises(ValueError, match="prompt_len=4, and a sample has 5: give at least that, or leave it out"):
         RolloutBatch.of(outputs, prompt_len=4)
     with pytest.raises(ValueError, match="max_tokens=6, and a sample has 7"):

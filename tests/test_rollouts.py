@@ -129,6 +129,8 @@ def test_lag_is_seen_and_too_much_of_it_is_left_out(rollouts, gate, names):
     assert set(new.outputs[0].weight_versions) == {rollouts.version} == {names[1] or 2}
     (group,) = rollouts.collect(groups=1, max_lag=1)
     assert (group.group, group.lag, rollouts.num_stale) == ("new", 0, 1)
+    with pytest.raises(ValueError, match=r"0 are under way \(1 were left out for their lag\)"):
+        rollouts.collect(groups=1)
     rollouts.submit(PROMPTS[1], GREEDY, group="kept").result(LONG_S)
     rollouts.set_weights(3, names[2])
     (group,) = rollouts.collect(groups=1, max_lag=1)
@@ -318,6 +320,8 @@ def test_mistakes_name_what_was_expected(rollouts):
         rollouts.submit([], GREEDY)
     with pytest.raises(RequestError, match="token"):
         rollouts.submit([10**6], GREEDY)
+    with pytest.raises(ValueError, match=r"group=\[5\] is no name"):
+        rollouts.submit(PROMPTS[0], GREEDY, group=[5])  # pyright: ignore
     with pytest.raises(ValueError, match="max_pending=0"):
         Rollouts.from_factory(fake_llm, max_pending=0)
 

@@ -63,6 +63,8 @@ class RolloutBatch:
         jitted step should not be compiled for every batch anew. ValueError if a sample is longer, or has no
         log-probabilities.
         """
+        if isinstance(samples, RolloutGroup | RequestOutput):
+            raise ValueError(f"samples is one {type(samples).__name__}: give a list of them")
         rows = list(_rows(samples))
         if not rows:
             raise ValueError("samples is empty: give groups, or outputs")

@@ -217,7 +217,8 @@ class Rollouts:
             FoldedRequest(request, copies, call, lambda: self._change, self._on_end) for request, copies in fold(ready)
         ]
         call.states, call.num_left = folds, len(folds)
-        hash(group)  # a name that cannot be one is refused before anything is taken
+        if not isinstance(group, Hashable):
+            raise ValueError(f"group={group!r} is no name: give a number, a string or a tuple of them")
         with self._changed:
             self._wait_for_room(wait_s)
             self._calls.add(call)
@@ -240,7 +241,8 @@ class Rollouts:
 
         # The engine's thread makes the room: it cannot wait for it.
         if not self._changed.wait_for(may_go_on, 0.0 if self._thread.is_current else wait_s):
-            raise OverloadError(f"max_pending={self._max_pending} calls of submit have not ended", retry_after_s=1)
+            message = f"max_pending={self._max_pending} calls of submit have not ended: wait with wait_s, or give more"
+            raise OverloadError(message, retry_after_s=1)
         self._check_open()
 
     def _check_open(self) -> None:
@@ -316,9 +318,10 @@ class Rollouts:
                 self._check_open()
                 num_there = len(self._finished) + len(self._groups)
                 if deadline is None and num_there < groups:
+                    stale = f" ({self._num_stale} were left out for their lag)" if self._num_stale else ""
                     raise ValueError(
-                        f"groups={groups}, and {num_there} are under way: submit more, or wait for other threads to do "
-                        "so with timeout_s"
+                        f"groups={groups}, and {num_there} are under way{stale}: submit more, or wait for other "
+                        "threads to do so with timeout_s"
                     )
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -382,7 +385,7 @@ class Rollouts:
     def sleep(self) -> None:
         """Give the memory of weights and pages back and keep the programs, until `wake`: a training step has it.
 
-        What runs stands still and keeps its tokens; more may be submitted.
+        What runs stands still and keeps its tokens; more may be submitted. `collect` and futures wait for `wake`.
         """
         self.call(lambda engine: engine.sleep())
 

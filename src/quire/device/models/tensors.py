@@ -26,8 +26,13 @@ Tensors = Mapping[str, Any]
 
 
 def has_tensor_names(params: Any) -> bool:
-    """Whether these are tensors under Hugging Face names; otherwise they are a tree as in docs/weights.md."""
-    return isinstance(params, Mapping) and "layers" not in params and any("." in str(name) for name in params)
+    """Whether these are tensors under Hugging Face names; otherwise they are a tree as in docs/weights.md.
+
+    ValueError if they are no mapping, and so neither.
+    """
+    if not isinstance(params, Mapping):
+        raise ValueError(f"params is of type {type(params).__name__}: give a dict of arrays, as in docs/weights.md")
+    return "layers" not in params and any("." in str(name) for name in params)
 
 
 def engine_dtype(tensors: Tensors) -> str | None:

@@ -91,6 +91,8 @@ def check_params(config: ModelConfig, params: Params, *, dtype: str) -> None:
         raise ValueError(f"params{jax.tree_util.keystr(path)} is {state}; see docs/weights.md for the layout")
     for path, spec in wanted.items():
         array = given[path]
+        if not hasattr(array, "dtype"):
+            raise ValueError(f"params{jax.tree_util.keystr(path)} is of type {type(array).__name__}: give an array")
         if tuple(array.shape) != spec.shape or array.dtype != jnp.dtype(dtype):
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, "
