@@ -20,6 +20,7 @@ from quire.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConf
 from quire.device.attention import xla
 from quire.device.mesh import make_mesh
 from quire.device.programs import Programs
+from quire.device.sampler import rows_at_once
 from quire.engine.step_shapes import step_shapes
 from tests.compiled import hlo
 from tests.compiled.topology import devices
@@ -92,7 +93,9 @@ def traced(programs: Programs, *, all_shapes: bool) -> Iterator[tuple[str, int, 
         yield " ".join(map(str, name)), 0, program
 
 
-def compile_one(programs: Programs, num_samples: int, program: jax.stages.Traced) -> dict[str, Any]:
+def compile_one(
+    programs: Programs, num_samples: int, program: jax.stages.Traced, *, decodes: bool = False
+) -> dict[str, Any]:
     """What the compiler says of a program: bytes on one chip, large copies, collectives."""
     platform = programs.mesh.devices.flat[0].platform
     begin = time.process_time()
@@ -118,7 +121,20 @@ def compile_one(programs: Programs, num_samples: int, program: jax.stages.Traced
         "collectives": sorted(f"{c.opcode} {c.arrays}" for c in found),
         "large_collectives": sorted(c.opcode for c in found if c.num_bytes >= large),
         "other_collective_bytes": sum(c.num_bytes for c in found if c.num_bytes < large),
+        **(round_traffic(programs, num_samples, text) if platform == "tpu" and decodes else {}),
     }
+
+
+def round_traffic(programs: Programs, num_samples: int, text: str) -> dict[str, float]:
+    """Bytes that a chip moves in one round, and those that it must: every weight once, and the logits.
+
+    KV is in neither; of the embedding a round reads a few rows.
+    """
+    rows = rows_at_once("tpu")
+    assert rows
+    weights = sum(map(chip_bytes, jax.tree.leaves(programs.params))) - chip_bytes(programs.params["embed"])
+    logits = 4 * num_samples * programs.model.vocab_size // programs.mesh.size
+    return {"round_bytes": hlo.round_bytes(text, num_samples // rows), "least_round_bytes": weights + logits}
 
 
 def chip_bytes(array: jax.ShapeDtypeStruct) -> int:
@@ -152,7 +168,7 @@ def main() -> None:
             MODELS[name], args.topology, args.chips, attention=args.attention, quantize=args.quantize
         )
         for what, num_samples, program in traced(programs, all_shapes=args.all):
-            report = compile_one(programs, num_samples, program)
+            report = compile_one(programs, num_samples, program, decodes=what.startswith("decode"))
             print(json.dumps({"model": name, "program": what, **report}), flush=True)
             if args.planted:
                 break

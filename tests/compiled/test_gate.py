@@ -66,11 +66,21 @@ def test_what_else_chips_exchange_is_little(programs):
         assert p["other_collective_bytes"] <= p["logits"] / 8, (p["model"], p["program"], p["collectives"])
 
 
+def test_a_round_reads_every_weight_once_and_little_else(programs):
+    """SmolLM2's logits fit into a chip's vector memory, from where the compiler moves them away and back for each piece
+    of the sampler; beside all of its layers, and their KV, that is little."""
+    for p in programs:
+        if "round_bytes" in p and p["model"] != "smollm2":
+            assert p["least_round_bytes"] <= 1.01 * p["round_bytes"], (p["model"], p["program"])
+            assert p["round_bytes"] <= 1.3 * p["least_round_bytes"], (p["model"], p["program"])
+
+
 def test_a_write_that_copies_the_pool_is_seen():
     """The planted regression: the head as an axis of its own in the scatter."""
     (found,) = reports_of("report", "v5e:1x1", "1", "llama-8b", "--planted")
     assert len(found["copies"]) >= 2 * MODELS["llama-8b"].num_layers
     assert found["temporaries"] > MAX_TEMPORARIES + found["logits"]
+    assert found["round_bytes"] > 1.3 * found["least_round_bytes"]
 
 
 def test_the_text_of_a_program_is_read_as_it_is_meant():
@@ -97,3 +107,40 @@ ENTRY %main (a: bf16[8,8]) -> bf16[8,8] {
     assert hlo.large_copies(text, 129, {"bf16"}) == []
     assert [(c.opcode, c.num_bytes) for c in hlo.collectives(text)] == [("all-reduce", 64)]
     assert hlo.num_aliased(text) == 1 + 1
+
+
+def test_bytes_of_a_round_are_those_of_its_loop():
+    text = """HloModule jit_f
+%rows (p: f32[64,8], i: s32[4]) -> f32[4,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %i = s32[4]{0} parameter(1)
+  ROOT %g = f32[4,8]{1,0} gather(%p, %i), offset_dims={1}
+}
+%cheap (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+%dear (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %n = f32[8]{0} negate(%b)
+}
+%piece (c: f32[8]) -> f32[8] {
+  %c = f32[8]{0} parameter(0)
+  %e = f32[8]{0} exponential(%c)
+  ROOT %d = f32[8]{0} conditional(%k, %e, %e), branch_computations={%cheap, %dear}
+}
+%round (w: bf16[16,16], x: f32[64,8]) -> f32[8] {
+  %w = bf16[16,16]{1,0} parameter(0)
+  %x = f32[64,8]{1,0} parameter(1)
+  %near = (bf16[16,16]{1,0:S(1)}, bf16[16,16]{1,0}, u32[]{:S(2)}) copy-start(%w)
+  %near-done = bf16[16,16]{1,0:S(1)} copy-done(%near)
+  %y = f32[8]{0} dot(%near-done, %w)
+  %r = f32[4,8]{1,0} fusion(%x, %i), kind=kLoop, calls=%rows
+  %paged_attention.1 = f32[64,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  ROOT %s = f32[8]{0} while(%y), condition=%never, body=%piece
+}
+ENTRY %main (w: bf16[16,16]) -> f32[8] {
+  %z = f32[8]{0} negate(%q)
+  ROOT %rounds = f32[8]{0} while(%z), condition=%never, body=%round
+}"""
+    brought_near, dot, gathered, exponential = 512, 512 + 32, 2 * (128 + 16), 32 + 32
+    assert hlo.round_bytes(text, 3) == brought_near + dot + gathered + 3 * exponential
