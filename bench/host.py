@@ -1,9 +1,10 @@
 """What the host costs at the size it must carry: schedule, pack and commit of one decode step, and the bytes it ships.
 
-    python bench/host.py [--rows 4096] [--waiting 100000] [--max-model-len 131072] [--repeats 25]
+    python bench/host.py [--rows 4096] [--waiting 100000] [--max-model-len 131072] [--repeats 25] [--record FILE]
 
 No device and no model: a step's result is made up. Prints medians, and the bytes against what the rows use: their page
-ids, and for each row the numbers that it and its sample have.
+ids, and for each row the numbers that it and its sample have. With --record, also of a scheduler that records to FILE,
+taking turns with one that does not.
 """
 
 import argparse
@@ -13,26 +14,31 @@ import time
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.core.page_pool import PagePool
-from quire.core.page_tables import PageTables
 from quire.core.plan import StepPlan
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.scheduler_config import SchedulerConfig
 from quire.core.sequence import Sequence
 from quire.device.inputs import StepInputs, StepOutput
 from quire.engine.packer import Packer
 from quire.engine.step_shapes import step_shapes
+from quire.recording.recorder import RecordingScheduler
 
 PAGE_SIZE, NUM_PAGES = 16, 1_000_000
 
 
-def busy_scheduler(rows: int, waiting: int, max_model_len: int, seed: int = 0) -> Scheduler:
+def busy_scheduler(rows: int, waiting: int, max_model_len: int, record: str | None = None) -> Scheduler:
     """So many decoding sequences with contexts of 64 to 1,024 tokens, one with the longest there is, and a queue."""
-    rng = np.random.default_rng(seed)
-    tables = PageTables(PagePool(NUM_PAGES, PAGE_SIZE))
-    limits = {"max_num_seqs": rows, "max_num_batched_tokens": 2 * rows + 2 * max_model_len}
-    scheduler = Scheduler(tables, max_num_samples=rows, **limits)
+    rng = np.random.default_rng(0)
+    config = SchedulerConfig(
+        page_size=PAGE_SIZE,
+        num_pages=NUM_PAGES,
+        max_num_seqs=rows,
+        max_num_batched_tokens=2 * rows + 2 * max_model_len,
+        max_num_samples=rows,
+    )
+    scheduler = config.build(RecordingScheduler, path=record, config=config) if record else config.build()
     lengths = rng.integers(64, 1024, rows).tolist()
     lengths[0] = max_model_len - 1024
     for i, length in enumerate([*lengths, *[2] * waiting]):
@@ -76,6 +82,12 @@ def measure(scheduler: Scheduler, packer: Packer, repeats: int) -> tuple[np.ndar
     return times, plan, inputs
 
 
+def recording_cost(plain: Scheduler, recording: Scheduler, packer: Packer, repeats: int) -> float:
+    """What recording adds to a step, as a share of it: the median of pairs of steps, one after the other."""
+    pairs = [[measure(s, packer, 1)[0].sum() for s in (plain, recording)] for _ in range(repeats)]
+    return float(np.median([with_it / without - 1 for without, with_it in pairs]))
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -83,8 +95,10 @@ def main() -> None:
     parser.add_argument("--waiting", type=int, default=100_000)
     parser.add_argument("--max-model-len", type=int, default=131_072)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--record")
     args = parser.parse_args()
-    scheduler = busy_scheduler(args.rows, args.waiting, args.max_model_len)
+    sizes = (args.rows, args.waiting, args.max_model_len)
+    scheduler = busy_scheduler(*sizes)
     config = EngineConfig(max_num_seqs=args.rows, max_num_batched_tokens=2 * args.rows)
     packer = Packer(step_shapes(config), page_size=PAGE_SIZE, num_pages=[NUM_PAGES])
     times, plan, inputs = measure(scheduler, packer, args.repeats)
@@ -94,6 +108,10 @@ def main() -> None:
     print(f"{args.rows:,} rows, {args.waiting:,} waiting, longest context {args.max_model_len - 1024:,}")
     print("schedule {:.1f} + pack {:.1f} + commit {:.1f} ms".format(*parts), end="")
     print(f" = {np.median(total):.1f} ms ({total.min():.1f}..{total.max():.1f})")
+    if args.record:
+        print(
+            f"recording adds {recording_cost(scheduler, busy_scheduler(*sizes, args.record), packer, args.repeats):.1%}"
+        )
     print(f"shipped {inputs.num_bytes:,} bytes, {inputs.num_bytes / used:.2f}x of the {used:,} that the rows use")
 
 

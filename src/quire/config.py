@@ -89,6 +89,9 @@ class EngineConfig:
     )
     log_timing: bool = knob(False, "log one line a second (logger quire): speed, and where the time goes", expert=True)
     fail_on_compile: bool = knob(False, "raise when anything compiles after warm-up", expert=True)
+    record: str | None = knob(
+        None, "a new file for arrivals and decisions, without text or tokens: quire replay reads it", expert=True
+    )
 
     __repr__ = short_repr
 
@@ -126,6 +129,8 @@ class EngineConfig:
         for name in ("prefix_cache", "debug", "deterministic", "log_timing", "fail_on_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.record is not None and not isinstance(self.record, str):
+            raise FieldError(f"record={self.record!r} must be the path of a new file, as a string", field="record")
         if self.deterministic:
             self._use_one_program()
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -174,6 +179,7 @@ class EngineKnobs(TypedDict, total=False):
     compile_cache: str | None
     log_timing: bool
     fail_on_compile: bool
+    record: str | None
 
 
 def engine_config(*, mesh: str | None = None, **knobs: Unpack[EngineKnobs]) -> EngineConfig:

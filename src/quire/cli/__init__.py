@@ -66,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     _pull_parser(commands)
     _models_parser(commands)
     _plan_parser(commands)
+    _replay_parser(commands)
     _doctor_parser(commands)
     return parser
 
@@ -141,6 +142,10 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import plan
 
         return plan.run(args)
+    if args.command == "replay":
+        from quire.cli import replay
+
+        return replay.run(args)
     from quire.cli import chat
 
     return chat.run(args)
@@ -260,6 +265,12 @@ def _plan_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser.add_argument("--json", metavar="FILE", help="one JSON object; - for the last line of standard output")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not ask a compiler: seconds")
     _engine_flags(parser, only=PLAN_KNOBS)
+
+
+def _replay_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = "Run the scheduler over a recording, without a device, and say whether every decision is the same."
+    parser = commands.add_parser("replay", help="decide again what was recorded, and compare", description=text)
+    parser.add_argument("file", metavar="FILE", help="what --record wrote")
 
 
 def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:

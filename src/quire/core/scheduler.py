@@ -339,6 +339,13 @@ class Scheduler:
             if sequence.state is SequenceState.SWAPPED:
                 self._lose_host_pages(sequence)
 
+    def clear_prefix_cache(self) -> int:
+        """Forget every known page that no sequence holds; returns how many."""
+        return self.tables.clear_prefix_cache()
+
+    def close(self) -> None:
+        """Nothing is asked of it any more. One that writes down what it decides ends its file here."""
+
     def _drop_plan(self) -> None:
         """Forget the step in flight. What it was to move to the host may never have arrived there."""
         self.in_flight = None

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from quire.config import MAX_EOS_IDS, EngineConfig, ModelConfig, WindowPoolSize
-from quire.core.page_pool import PagePool, WindowPool
-from quire.core.page_tables import PageTables
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
+from quire.core.scheduler_config import SchedulerConfig
 from quire.device import memory
 from quire.device.runner import ModelRunner
 from quire.engine.packer import Packer
@@ -25,6 +24,7 @@ from quire.engine.pool_size import (
     sequences_that_fit,
 )
 from quire.engine.step_shapes import step_shapes
+from quire.recording.recorder import RecordingScheduler
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 
@@ -134,30 +134,31 @@ def describe_capacity(config: EngineConfig, pool: PoolSizes, max_model_len: int)
     )
 
 
-def build_scheduler(config: EngineConfig, pool: PoolSizes) -> Scheduler:
-    """A scheduler over empty pools."""
+def scheduler_config(config: EngineConfig, pool: PoolSizes) -> SchedulerConfig:
+    """What the scheduler of an engine is made from."""
     on_host = pool.all_host_pages or (0,) * (len(pool.windows) + 1)
-    knobs = {"prefix_cache": config.prefix_cache, "poison_freed": config.debug}
-    windows = [
-        WindowPool(
-            size.window,
-            size.num_pages,
-            config.page_size,
-            pages_per_row=size.pages_per_row,
-            num_host_pages=num_host_pages,
-            **knobs,
-        )
-        for size, num_host_pages in zip(pool.windows, on_host[1:], strict=True)
-    ]
-    tables = PageTables(PagePool(pool.num_pages, config.page_size, num_host_pages=on_host[0], **knobs), windows)
-    return Scheduler(
-        tables,
+    return SchedulerConfig(
+        page_size=config.page_size,
+        num_pages=pool.num_pages,
+        num_host_pages=on_host[0],
+        windows=pool.windows,
+        window_host_pages=on_host[1:],
+        prefix_cache=config.prefix_cache,
+        poison_freed=config.debug,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_samples=config.max_num_samples,
         max_rounds=config.max_rounds,
         preemption=config.preemption,
     )
+
+
+def build_scheduler(config: EngineConfig, pool: PoolSizes) -> Scheduler:
+    """A scheduler over empty pools; it records what it decides if the config says so."""
+    sizes = scheduler_config(config, pool)
+    if config.record is None:
+        return sizes.build()
+    return sizes.build(RecordingScheduler, path=config.record, config=sizes)
 
 
 def build_packer(config: EngineConfig, pool: PoolSizes, eos_ids: Collection[int]) -> Packer:

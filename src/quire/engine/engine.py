@@ -360,6 +360,7 @@ class Engine:
             return
         self.is_closed = True
         self.reset()
+        self.scheduler.close()
         self.runner.close()
 
     # -- weights and pages ---------------------------------------------------------------------------------------
@@ -442,7 +443,7 @@ class Engine:
     @owner_only
     def clear_prefix_cache(self) -> int:
         """Forget every cached page that no sequence holds; returns how many."""
-        return self.scheduler.tables.clear_prefix_cache()
+        return self.scheduler.clear_prefix_cache()
 
     @between_steps
     def zero_cache(self) -> None:

@@ -1,0 +1,1 @@
+"""What an engine was asked and what it decided, in a file; and the same decisions again, without a device."""
