@@ -424,11 +424,11 @@ def test_the_error_of_a_call_is_the_callers_and_a_slow_one_is_no_hang():
             while not has_begun.is_set():
                 with pytest.raises(TimeoutError):
                     await llm.call(wait, timeout_s=0.01)
-            llm._thread.heartbeat.limit_s = 1e-9
+            llm.engines.threads[0].heartbeat.limit_s = 1e-9
             assert llm.is_healthy  # though it has been silent for longer than that
             with pytest.raises(TimeoutError):
                 await llm.call(lambda engine: 1 / 0, timeout_s=0.01)  # never runs: nobody waits for it any more
-            llm._thread.heartbeat.limit_s = LONG_S
+            llm.engines.threads[0].heartbeat.limit_s = LONG_S
             may_end.set()
             assert await llm.call(lambda engine: engine.max_model_len) == 64
 
@@ -457,13 +457,13 @@ def test_wrong_requests_are_refused_at_once_and_name_the_field():
                 assert caught.value.field == field
                 with pytest.raises(FieldError):
                     await anext(llm.stream(prompt, **options))
-            await asyncio.wrap_future(llm._thread.pause())  # or it may have ended before the other comes
+            await asyncio.wrap_future(llm.engines.threads[0].pause())  # or it may have ended before the other comes
             running = asyncio.ensure_future(llm.generate(PROMPT, tokens(5), request_id="a"))
             while not llm.num_streams:
                 await asyncio.sleep(0)
             with pytest.raises(RequestError, match="'a' is in use"):
                 await llm.generate(PROMPT, request_id="a")
-            await asyncio.wrap_future(llm._thread.resume())
+            await asyncio.wrap_future(llm.engines.threads[0].resume())
             await running
 
     run(main)
@@ -747,10 +747,10 @@ def test_nobody_waits_for_an_engine_that_hangs():
             requests = [asyncio.create_task(llm.generate(PROMPT, tokens(5)))]
             await asyncio.to_thread(gate.wait_until_held)
             requests.append(asyncio.create_task(llm.call(lambda engine: engine.stats())))
-            limit_s, llm._thread.heartbeat.limit_s = llm._thread.heartbeat.limit_s, 0.0
+            limit_s, llm.engines.threads[0].heartbeat.limit_s = llm.engines.threads[0].heartbeat.limit_s, 0.0
             for error in await asyncio.gather(*requests, return_exceptions=True):
                 assert isinstance(error, UnavailableError)
-            llm._thread.heartbeat.limit_s = limit_s
+            llm.engines.threads[0].heartbeat.limit_s = limit_s
             gate.open()
 
     run(main)
@@ -813,7 +813,7 @@ def test_one_that_is_forgotten_ends_its_thread():
         llm = AsyncLLM.from_factory(fake_llm)
         await llm.start()
         await llm.generate(PROMPT, tokens(2))
-        return llm._thread._thread
+        return llm.engines.threads[0]._thread
 
     thread = asyncio.run(main())
     gc.collect()

@@ -50,10 +50,10 @@ async def calls_of_a_step(num_waiting: int) -> float:
     engine = AsyncLLM.from_factory(lambda: tiny_llm(max_num_seqs=2), admission=admission, observers=[counter])
     await engine.start()
     try:
-        await asyncio.wrap_future(engine._thread.pause())
+        await asyncio.wrap_future(engine.engines.threads[0].pause())
         streams = engine.submit(requests(2 + num_waiting, max_tokens=100))
         await engine.call(lambda _: sys.setprofile(counter.profile))
-        await asyncio.wrap_future(engine._thread.resume())
+        await asyncio.wrap_future(engine.engines.threads[0].resume())
         async for _ in streams[0]:  # it runs with the next one, and the others wait
             pass
         await engine.call(lambda _: sys.setprofile(None))

@@ -130,7 +130,7 @@ def test_a_real_model_with_3_kv_heads_is_the_same_on_4_devices(smollm2_gguf):
         ("model=-1", "mesh='model=-1' must say how many"),
         ("model=4,", "mesh='model=4,' must say how many"),
         ("model=0", "mesh='model=0': model=0 must be a whole number from 1 to"),
-        ("data=2", "mesh='data=2' has an axis 'data'; there are 'model', as in 'model=4', and for mixtures"),
+        ("dat=2", "mesh='dat=2' has an axis 'dat'; there are 'model', as in 'model=4', for mixtures"),
         ("model=2,model=2", "has the axis 'model' twice"),
     ],
 )

@@ -37,6 +37,8 @@ MODEL_AXIS = "model"
 EXPERT_AXIS = "expert"
 """The mesh axis that only experts are split over."""
 MESH_AXES = (MODEL_AXIS, EXPERT_AXIS)
+DATA_AXIS = "data"
+"""Not an axis of an engine's mesh: how many engines there are, each with a mesh of its own."""
 
 
 def knob(default: Any, text: str, *, expert: bool = False) -> Any:
@@ -51,7 +53,9 @@ class EngineConfig:
 
     dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
     quantize: str | None = knob(None, "int8, or weights alone: int8-weights, int4-weights, mxfp4 (experts)")
-    mesh: str | None = knob(None, "devices to split the model over: model=4, or model=2,expert=2")
+    mesh: str | None = knob(
+        None, "devices to split the model over: model=4, model=2,expert=2; data=2,model=4 serves by two engines"
+    )
     page_size: int = knob(16, "token positions in one KV page")
     num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
     max_num_seqs: int = knob(64, "sequences that run at the same time, at most")
@@ -149,6 +153,11 @@ class EngineConfig:
         object.__setattr__(self, "max_rounds", 1)  # rounds are of a program that only decodes
 
     @property
+    def num_engines(self) -> int:
+        """Engines that share the work and this machine, each with a whole model: the axis `data` of `mesh`."""
+        return 1 if self.mesh is None else parse_mesh(self.mesh).get(DATA_AXIS, 1)
+
+    @property
     def max_num_samples(self) -> int:
         """Tokens drawn in one step, at most; logits in memory at once, also of tokens that are scored."""
         return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
@@ -195,8 +204,8 @@ def parse_mesh(text: Any) -> dict[str, int]:
         axis, _, size = part.partition("=")
         if not re.fullmatch("[0-9]{1,9}", size):
             raise FieldError(f"{given} must say how many devices an axis has, such as 'model=4'", field="mesh")
-        if axis not in MESH_AXES:
-            known = "'model', as in 'model=4', and for mixtures of experts 'expert'"
+        if axis not in (DATA_AXIS, *MESH_AXES):
+            known = "'model', as in 'model=4', for mixtures of experts 'expert', and for several engines 'data'"
             raise FieldError(f"{given} has an axis {axis!r}; there are {known}", field="mesh")
         if axis in sizes:
             raise FieldError(f"{given} has the axis {axis!r} twice", field="mesh")

@@ -26,7 +26,7 @@ from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import Version
 from quire.device.compile_cache import use_compile_cache
 from quire.device.memory import return_freed_memory
-from quire.device.mesh import check_mesh, mesh_of
+from quire.device.mesh import EngineMesh, check_mesh, mesh_of
 from quire.device.models.tensors import engine_dtype, has_tensor_names
 from quire.device.models.weights import params_from_tensors, place_params
 from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
@@ -54,7 +54,7 @@ class LLM:
         model: str | Path,
         *,
         revision: str | None = None,
-        mesh: Mesh | str | None = None,
+        mesh: Mesh | EngineMesh | str | None = None,
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> None:
@@ -87,7 +87,7 @@ class LLM:
         params: Any,
         tokenizer: Tokenizer | None = None,
         *,
-        mesh: Mesh | str | None = None,
+        mesh: Mesh | EngineMesh | str | None = None,
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> "LLM":
@@ -526,11 +526,11 @@ class LLM:
                     self._engine.abort_now_or_soon(request.id)
 
 
-def _configure(mesh: Mesh | str | None, knobs: EngineKnobs) -> tuple[EngineConfig, Mesh]:
+def _configure(mesh: Mesh | EngineMesh | str | None, knobs: EngineKnobs) -> tuple[EngineConfig, Mesh]:
     if isinstance(mesh, Mesh):
         return engine_config(**knobs), check_mesh(mesh)
-    config = engine_config(mesh=mesh, **knobs)
-    return config, mesh_of(config.mesh)
+    config = engine_config(mesh=mesh.text if isinstance(mesh, EngineMesh) else mesh, **knobs)
+    return config, mesh_of(mesh)
 
 
 def _prompts(prompts: Any) -> Iterable[Any]:

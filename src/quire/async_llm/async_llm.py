@@ -23,20 +23,23 @@ from jax.sharding import Mesh
 
 from quire.async_llm.admission import Admission, Work
 from quire.async_llm.engine_thread import EngineThread
+from quire.async_llm.engines import Engines
 from quire.async_llm.errors import DeadlineError, UnavailableError
 from quire.async_llm.heartbeat import STALLED_AFTER_S
 from quire.async_llm.observer import Observer
 from quire.async_llm.open_streams import CHECK_EVERY_S, OpenStreams
 from quire.async_llm.stream import Stream
 from quire.async_llm.text_stream import TextStream
-from quire.config import EngineKnobs, ModelConfig, check_whole
+from quire.config import EngineConfig, EngineKnobs, ModelConfig, check_whole
 from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Version
 from quire.core.stopping import Grammar
+from quire.device.mesh import EngineMesh
 from quire.embedding import Pooling, check_dimensions
 from quire.engine.engine import Engine
+from quire.field_error import FieldError
 from quire.llm import LLM, Message, Prompt, plain
 from quire.outputs import RequestOutput, embedding_of, request_output
 from quire.text.tokenizer import Tokenizer
@@ -68,11 +71,12 @@ class AsyncLLM:
     ) -> None:
         """Have `model` loaded by `async with` or `start`; the arguments are those of `LLM`.
 
+        `mesh="data=2,model=4"` is two engines, each with the model on four devices of its own, that share the requests.
         With `max_waiting`, a request that finds so many others waiting for their turn is refused with OverloadError;
         without, any number may wait.
         """
-        open_llm = partial(LLM, model, revision=revision, mesh=mesh, quiet=quiet, **knobs)
-        self._set_up(open_llm, _bounded(max_waiting), ())
+        open_llm = partial(LLM, model, revision=revision, quiet=quiet, **knobs)
+        self._set_up([partial(open_llm, mesh=each) for each in engine_meshes(mesh)], _bounded(max_waiting), ())
 
     @classmethod
     def from_params(
@@ -87,41 +91,62 @@ class AsyncLLM:
         **knobs: Unpack[EngineKnobs],
     ) -> "AsyncLLM":
         """Use weights that are already in this program, as `LLM.from_params` does."""
-        open_llm = partial(LLM.from_params, model_config, params, tokenizer, mesh=mesh, quiet=quiet, **knobs)
-        return cls.from_factory(open_llm, admission=_bounded(max_waiting))
+        open_llm = partial(LLM.from_params, model_config, params, tokenizer, quiet=quiet, **knobs)
+        open_llms = [partial(open_llm, mesh=each) for each in engine_meshes(mesh)]
+        return cls.from_factory(*open_llms, admission=_bounded(max_waiting))
 
     @classmethod
     def from_factory(
-        cls, open_llm: Callable[[], LLM], *, admission: Admission | None = None, observers: Sequence[Observer] = ()
+        cls, *open_llms: Callable[[], LLM], admission: Admission | None = None, observers: Sequence[Observer] = ()
     ) -> "AsyncLLM":
-        """Use the LLM that `open_llm` returns. It is called on the engine's thread, which an engine belongs to.
+        """Use the LLM that a function returns. It is called on the engine's thread, which an engine belongs to.
 
-        `admission` bounds what waits, by requests and by tokens; `observers` are told of tokens, ends and steps.
+        Several functions make as many engines of one model, which share the requests. `admission` bounds what waits, by
+        requests and by tokens; `observers` are told of tokens, ends and steps.
         """
         llm = cls.__new__(cls)
-        llm._set_up(open_llm, admission or Admission(), observers)
+        llm._set_up(open_llms, admission or Admission(), observers)
         return llm
 
-    def _set_up(self, open_llm: Callable[[], LLM], admission: Admission, observers: Sequence[Observer]) -> None:
+    def _set_up(
+        self, open_llms: Sequence[Callable[[], LLM]], admission: Admission, observers: Sequence[Observer]
+    ) -> None:
         self.admission = admission
         """Counts and bounds the requests that wait."""
-        self._thread = EngineThread(open_llm, [observer.on_step for observer in observers])
-        self._streams = OpenStreams(self._thread, admission, observers)
-        weakref.finalize(self, self._thread.ask_to_stop).atexit = False  # somebody may forget to close it
+        on_step = [observer.on_step for observer in observers]
+        self.engines = Engines([EngineThread(open_llm, on_step) for open_llm in open_llms])
+        """Who of them takes requests."""
+        self._streams = OpenStreams(self.engines, admission, observers)
+        for thread in self.engines.threads:
+            weakref.finalize(self, thread.ask_to_stop).atexit = False  # somebody may forget to close it
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Load the model and be ready; raises what loading raises. `async with` does this."""
         self._streams.check_open()
-        self._thread.start()
-        await asyncio.wrap_future(self._thread.ready)
-        self.admission.num_rows = self.llm.engine.config.max_num_seqs
+        first, *others = self.engines.threads
+        first.start()
+        await asyncio.wrap_future(first.ready)  # what is wrong is said once, and what was compiled is kept for others
+        for thread in others:
+            thread.start()
+        for thread in others:
+            await asyncio.wrap_future(thread.ready)
+        self.admission.num_rows = len(self.engines) * self.llm.engine.config.max_num_seqs
+        self.engines.watch_pages()
 
     async def drain(self) -> None:
         """Take no more requests, and wait until those under way have ended."""
         self._streams.refuse("draining: no more requests are taken")
         await self._streams.wait_until_empty()
+
+    async def drain_engine(self, engine: int) -> None:
+        """Give one of several engines no more requests, and wait until those that it has have ended.
+
+        `engines.resume(engine)` lets it go on. Weights that are set meanwhile are set there, too.
+        """
+        self.engines.drain(engine)
+        await self._streams.wait_until_empty(engine)
 
     def end_all(self) -> None:
         """Take no more requests, and end those under way with UnavailableError. Any thread may call this."""
@@ -131,13 +156,14 @@ class AsyncLLM:
     async def close(self) -> None:
         """End what runs, give weights and pages back, and end the thread. `async with` does this."""
         self.end_all()
-        await asyncio.to_thread(self._thread.stop, STALLED_AFTER_S)
+        await asyncio.gather(*(asyncio.to_thread(thread.stop, STALLED_AFTER_S) for thread in self.engines.threads))
 
     async def __aenter__(self) -> "AsyncLLM":
         try:
             await self.start()
         except BaseException:
-            self._thread.ask_to_stop()  # it may still load
+            for thread in self.engines.threads:
+                thread.ask_to_stop()  # it may still load
             raise
         return self
 
@@ -146,10 +172,15 @@ class AsyncLLM:
 
     @property
     def llm(self) -> LLM:
-        """The LLM underneath, once loaded, to read from; its methods belong to the engine's thread (see `call`)."""
+        """The LLM underneath, once loaded, to read from; its methods belong to the engine's thread (see `call`).
+
+        Of several, the one with the smallest pool: what it can run they all can.
+        """
         if not self._is_loaded:
             raise UnavailableError("the model is not loaded: use `async with AsyncLLM(...)`, or `await llm.start()`")
-        return self._thread.llm
+        if len(self.engines) == 1:
+            return self.engines.threads[0].llm
+        return min((thread.llm for thread in self.engines.threads), key=lambda llm: llm.engine.max_request_len)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -158,28 +189,28 @@ class AsyncLLM:
 
     @property
     def _is_loaded(self) -> bool:
-        ready = self._thread.ready
-        return ready.done() and ready.exception() is None
+        readies = [thread.ready for thread in self.engines.threads]
+        return all(ready.done() and ready.exception() is None for ready in readies)
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would be taken."""
-        return self._is_loaded and self._streams.is_open and self.is_healthy
+        return self._is_loaded and self._streams.is_open and self.engines.is_any_open
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine steps, or waits for something to do."""
-        return self._thread.is_healthy
+        """Whether every engine steps, or waits for something to do."""
+        return not self.engines.silent
 
     @property
     def beat_age_s(self) -> float:
-        """Seconds since the engine's thread last showed itself; 0 while the model is being loaded."""
-        return self._thread.heartbeat.age_s if self._is_loaded else 0.0
+        """Seconds since the engine's thread, or the most silent one, showed itself; 0 while the model is loaded."""
+        return max(thread.heartbeat.age_s for thread in self.engines.threads) if self._is_loaded else 0.0
 
     @property
     def num_failed_steps(self) -> int:
         """Steps that raised an error."""
-        return self._thread.num_failed_steps
+        return sum(thread.num_failed_steps for thread in self.engines.threads)
 
     @property
     def num_streams(self) -> int:
@@ -200,18 +231,19 @@ class AsyncLLM:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        group: str = "",
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
         """Continue one prompt, text or token ids, to its end; `asyncio.gather` many of these to batch them.
 
         Without `params` the model's own defaults are used. Prefixes are found in the cache only under the same
-        `cache_salt`; a higher `priority` runs first. RequestError if the request is wrong, DeadlineError (a
-        TimeoutError) if it has not ended after `timeout_s` seconds, OverloadError if too many wait, UnavailableError if
-        the engine is closed or gone, GenerationError if it failed on this one. A request that `abort` ends returns what
-        it has, with finish reason "abort".
+        `cache_salt`; a higher `priority` runs first; of several engines, requests of a `group` go to the same one.
+        RequestError if the request is wrong, DeadlineError (a TimeoutError) if it has not ended after `timeout_s`
+        seconds, OverloadError if too many wait, UnavailableError if the engine is closed or gone, GenerationError if it
+        failed on this one. A request that `abort` ends returns what it has, with finish reason "abort".
         """
-        request = await self._request(prompt, params, cache_salt, priority, request_id, stream=False)
+        request = await self._request(prompt, params, cache_salt, priority, group, request_id, stream=False)
         stream = await self._submit_one(request, timeout_s)
         try:
             texts = [update.text for update in await stream.read_all()]
@@ -226,6 +258,7 @@ class AsyncLLM:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        group: str = "",
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> TextStream:
@@ -237,7 +270,7 @@ class AsyncLLM:
         request_id = request_id or _new_id()
 
         async def submit() -> Stream:
-            request = await self._request(prompt, params, cache_salt, priority, request_id, stream=True)
+            request = await self._request(prompt, params, cache_salt, priority, group, request_id, stream=True)
             return await self._submit_one(request, timeout_s)
 
         return TextStream(request_id, submit)
@@ -277,34 +310,72 @@ class AsyncLLM:
         """
         stream = self._streams.get(request_id)
         if stream:
-            self._thread.abort(stream)
+            self._streams.abort(stream)
         return stream is not None
 
     def abort_all(self) -> int:
         """Abort every request under way, and go on; returns how many there were. Any thread may call this."""
         streams = self.streams
         for stream in streams:
-            self._thread.abort(stream)
+            self._streams.abort(stream)
         return len(streams)
 
     # -- between two steps --------------------------------------------------------------------------------------------
 
-    async def call[T](self, function: Callable[[Engine], T], timeout_s: float | None = None) -> T:
+    async def call[T](
+        self, function: Callable[[Engine], T], timeout_s: float | None = None, *, engine: int | None = None
+    ) -> T:
         """Run `function(engine)` on the engine's thread between two steps, and return what it returns.
 
-        All of the engine's methods may be used there but `add` and `step`. Requests stand still meanwhile.
-        TimeoutError if it has not ended after `timeout_s` seconds, UnavailableError if the engine is closed or gone.
+        All of the engine's methods may be used there but `add` and `step`. Requests stand still meanwhile. Of several
+        engines one must be named, from 0 on; `call_all` runs it on each. TimeoutError if it has not ended after
+        `timeout_s` seconds, UnavailableError if the engine is closed or gone.
         """
-        future = asyncio.wrap_future(self._thread.call(function))
+        if engine is None and len(self.engines) > 1:
+            raise FieldError(f"there are {len(self.engines)} engines: name one, or use call_all", field="engine")
+        self.engines.check_index(engine or 0)
+        thread = self.engines.threads[engine or 0]
+        future = asyncio.wrap_future(thread.call(function))
         try:
             async with asyncio.timeout(timeout_s):
                 while not future.done():
                     await asyncio.wait([future], timeout=CHECK_EVERY_S)
-                    if not future.done() and not self._thread.is_moving:
+                    if not future.done() and not thread.is_moving:
                         raise UnavailableError("the engine does not respond")
             return future.result()
         finally:
             future.cancel()
+
+    async def call_all[T](self, function: Callable[[Engine], T], timeout_s: float | None = None) -> list[T]:
+        """Run `function(engine)` on the thread of every engine, and return what each returns; see `call`.
+
+        When it fails on some, the first error is raised once all have ended.
+        """
+        return await self._call_all([function] * len(self.engines), timeout_s)
+
+    async def _call_all[T](
+        self, functions: Sequence[Callable[[Engine], T]], timeout_s: float | None = None, *, changes: str | None = None
+    ) -> list[T]:
+        """`call_all`. Functions that change what the engines have in common leave out those on which they fail."""
+        calls = (self.call(function, timeout_s, engine=i) for i, function in enumerate(functions))
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [i for i, result in enumerate(results) if isinstance(result, BaseException)]
+        if changes and len(failed) < len(results):
+            for i in failed:
+                self.engines.refuse(i, changes)
+        for i in failed:
+            raise results[i]  # pyright: ignore[reportGeneralTypeIssues]
+        return results  # pyright: ignore[reportReturnType]
+
+    async def sleep(self) -> None:
+        """Give the memory of weights and pages back, of every engine, until `wake`. Requests stay, and wait."""
+        await self._call_all([lambda engine: engine.sleep()] * len(self.engines), changes="it did not go to sleep")
+
+    async def wake(self, params: Any = None, version: Version | None = None, *, copy: bool = True) -> None:
+        """Go on after `sleep` with these weights; None for those of the model's file, as `LLM.wake` takes them."""
+        llms = [thread.llm for thread in self.engines.threads]
+        functions = [lambda engine, llm=llm: llm.wake(params, version, copy=copy) for llm in llms]
+        await self._call_all(functions, changes="it did not wake")
 
     async def set_weights(
         self,
@@ -317,9 +388,14 @@ class AsyncLLM:
         """Compute with other weights of the same shape from the next step on, as `Engine.set_weights` does.
 
         Requests under way keep the KV they have, have it computed again, or are aborted; returns how many sequences
-        were. Each token's version is in `CompletionOutput.weight_versions`.
+        were. Each token's version is in `CompletionOutput.weight_versions`. Several engines change each before its own
+        next step; one on which it fails, though not on all, gets no more requests.
         """
-        return len(await self.call(lambda engine: engine.set_weights(params, version, running, copy=copy)))
+
+        def change(engine: Engine) -> int:
+            return len(engine.set_weights(params, version, running, copy=copy))
+
+        return sum(await self._call_all([change] * len(self.engines), changes="its weights are older than the others'"))
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
@@ -383,7 +459,7 @@ class AsyncLLM:
         """The engine, if it takes requests; else UnavailableError."""
         self._streams.check_open()
         engine = self.llm.engine
-        if not self.is_healthy:
+        if len(self.engines.silent) == len(self.engines):
             raise UnavailableError("the engine does not respond")
         return engine
 
@@ -403,6 +479,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         cache_salt: str,
         priority: int,
+        group: str,
         request_id: str | None,
         *,
         stream: bool,
@@ -415,6 +492,7 @@ class AsyncLLM:
             params=params or self.llm.default_params,
             priority=priority,
             cache_salt=cache_salt,
+            group=group,
             stream=stream,
         )
 
@@ -430,6 +508,12 @@ class AsyncLLM:
             message = f"prompt={prompt!r} must be one text or one list of token ids; asyncio.gather several calls"
             raise RequestError(message, field="prompt")
         return [plain(token_id) for token_id in token_ids]
+
+
+def engine_meshes(mesh: Mesh | str | None) -> Sequence[Mesh | EngineMesh | str | None]:
+    """The mesh of each engine: several if a text has the axis `data`, else one."""
+    num_engines = EngineConfig(mesh=mesh).num_engines if isinstance(mesh, str) else 1
+    return [mesh] if num_engines == 1 else [EngineMesh(str(mesh), i) for i in range(num_engines)]
 
 
 def _bounded(max_waiting: int | None) -> Admission:

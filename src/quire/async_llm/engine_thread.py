@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 
 from quire.async_llm.errors import GenerationError, UnavailableError, error_location
 from quire.async_llm.heartbeat import STALLED_AFTER_S, Heartbeat
+from quire.async_llm.page_feed import PageFeed
 from quire.async_llm.updates import Update
 from quire.core.errors import RequestError
 from quire.core.request import Request
@@ -99,6 +100,8 @@ class EngineThread:
         self.ready.set_running_or_notify_cancel()  # somebody who stops waiting for it does not cancel it
         self.heartbeat = Heartbeat()
         self.num_failed_steps = 0
+        self.pages = PageFeed()
+        """For functions that are run on the thread (`call`)."""
         self._open_llm = open_llm
         self._on_step = on_step
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
@@ -193,6 +196,7 @@ class EngineThread:
                 result, error = None, caught
             self.heartbeat.beat()
             self._tell_of_ends()
+            self.pages.tell(engine)
             future.set_exception(error) if error else future.set_result(result)  # pyright: ignore
 
         def fail(error: UnavailableError) -> None:
@@ -275,6 +279,7 @@ class EngineThread:
         self.heartbeat.end_step(end - start)
         for on_step in self._on_step:
             on_step(engine, start, end, is_failed)
+        self.pages.tell(engine)
         if not engine.has_work:
             self._deliver()  # no other step will come to do it
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from quire.async_llm.admission import Admission, Work
 from quire.async_llm.engine_thread import EngineThread
+from quire.async_llm.engines import Engines
 from quire.async_llm.errors import DeadlineError, GenerationError, UnavailableError, error_location
 from quire.async_llm.loop_mailbox import LoopMailbox
 from quire.async_llm.observer import Observer
@@ -28,9 +29,9 @@ _log = logging.getLogger("quire.async_llm")
 class OpenStreams:
     """Streams that have not ended. Any thread may call; what is read and closed, is so on the stream's own loop."""
 
-    def __init__(self, thread: EngineThread, admission: Admission, observers: Sequence[Observer]) -> None:
+    def __init__(self, engines: Engines, admission: Admission, observers: Sequence[Observer]) -> None:
         self.admission = admission
-        self._thread = thread
+        self._engines = engines
         self._observers = observers
         self._lock = threading.Lock()
         self._streams: dict[str, Stream] = {}
@@ -40,7 +41,8 @@ class OpenStreams:
         self._refusal: str | None = None
         self._num_turns = 0
         """Clients of which more requests follow."""
-        self._waiting_for_idle: list[Future[None]] = []
+        self._waiting_for_idle: list[tuple[int | None, Future[None]]] = []
+        """Who waits until an engine, or every one, has no stream."""
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -98,6 +100,29 @@ class OpenStreams:
         if not requests:
             return []
         loop = asyncio.get_running_loop()
+        chosen = self._engines.choose(requests, works)
+        try:
+            streams = self._open(loop, requests, works, chosen, grammar, is_admitted=is_admitted)
+        except BaseException:
+            for engine, work in zip(chosen, works, strict=True):
+                self._engines.leave(engine, work)
+            self._tell_if_empty()
+            raise
+        if timeout_s is not None:
+            for stream in streams:
+                stream.timer = loop.call_later(timeout_s, self.end, stream, DeadlineError())
+        return streams
+
+    def _open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        requests: Sequence[Request],
+        works: Sequence[Work],
+        chosen: Sequence[int],
+        grammar: Grammar | None,
+        *,
+        is_admitted: bool,
+    ) -> list[Stream]:
         with self._lock:
             if not is_admitted:
                 self.check_open()
@@ -107,14 +132,14 @@ class OpenStreams:
             if mailbox is None:
                 mailbox = self._mailboxes[loop] = LoopMailbox(loop, self._lose)
                 loop.call_later(CHECK_EVERY_S, self._watch, mailbox)
-            streams = [Stream(request, mailbox, grammar and grammar.copy(), self) for request in requests]
+            streams = [
+                Stream(request, mailbox, grammar and grammar.copy(), self, engine, work)
+                for request, engine, work in zip(requests, chosen, works, strict=True)
+            ]
             mailbox.num_streams += len(streams)
             self._streams |= {stream.request.id: stream for stream in streams}
             for stream in streams:
-                self._thread.add(stream)  # in here: who finds a stream to abort finds it in the engine's inbox before
-        if timeout_s is not None:
-            for stream in streams:
-                stream.timer = loop.call_later(timeout_s, self.end, stream, DeadlineError())
+                self._thread(stream).add(stream)  # in here: who finds it to abort finds it in the engine's inbox before
         return streams
 
     def _check_ids(self, requests: Sequence[Request]) -> None:
@@ -126,11 +151,11 @@ class OpenStreams:
             seen.add(request.id)
 
     def _watch(self, mailbox: LoopMailbox) -> None:
-        """Once a second, while a loop has streams, end them if the engine does not respond."""
+        """Once a second, while a loop has streams, end those of an engine that does not respond."""
         if self._mailboxes.get(mailbox.loop) is not mailbox:
             return
-        if not self._thread.is_healthy:
-            self.end_all(lambda: UnavailableError("the engine does not respond"), mailbox)
+        for engine in self._engines.silent:
+            self.end_all(lambda: UnavailableError("the engine does not respond"), mailbox, engine)
         mailbox.loop.call_later(CHECK_EVERY_S, self._watch, mailbox)
 
     # -- ending -------------------------------------------------------------------------------------------------------
@@ -144,33 +169,42 @@ class OpenStreams:
         if self._streams.get(stream.request.id) is not stream:
             return
         stream.is_cancelled = True
-        self._thread.drop(stream)
+        self._thread(stream).drop(stream)
         if stream.loop_mailbox.is_here:
             self.close(stream, error)
         else:
             stream.loop_mailbox.post([partial(self.close, stream, error)])
 
-    def end_all(self, error: Callable[[], Exception], mailbox: LoopMailbox | None = None) -> None:
-        """End every stream, or every one of a loop, with an error of its own: raising one adds to its traceback."""
+    def end_all(
+        self, error: Callable[[], Exception], mailbox: LoopMailbox | None = None, engine: int | None = None
+    ) -> None:
+        """End every stream, or every one of a loop or an engine, with an error of its own: raising one adds to it."""
         for stream in self.all():
-            if mailbox in (None, stream.mailbox):
+            if mailbox in (None, stream.mailbox) and engine in (None, stream.engine):
                 self.end(stream, error())
 
-    async def wait_until_empty(self) -> None:
-        """Wait until every stream has ended, and none follows in turn."""
+    def abort(self, stream: Stream) -> None:
+        """End a stream before the next step, with what it has."""
+        self._thread(stream).abort(stream)
+
+    async def wait_until_empty(self, engine: int | None = None) -> None:
+        """Wait until every stream of an engine has ended; or of all of them, and none follows in turn."""
         with self._lock:
-            if self._is_empty:
+            if self._is_empty(engine):
                 return
             empty: Future[None] = Future()
-            self._waiting_for_idle.append(empty)
+            self._waiting_for_idle.append((engine, empty))
         await asyncio.wrap_future(empty)
+
+    def _thread(self, stream: Stream) -> EngineThread:
+        return self._engines.threads[stream.engine]
 
     def _lose(self, mailbox: LoopMailbox) -> None:
         """A loop was closed while it had streams: nobody will read them."""
         for stream in self.all():
             if stream.mailbox is mailbox and self._remove(stream):
                 stream.is_cancelled = True
-                self._thread.drop(stream)
+                self._thread(stream).drop(stream)
                 self._tell_of_end(stream, "cancelled")
 
     def _remove(self, stream: Stream) -> bool:
@@ -181,22 +215,25 @@ class OpenStreams:
                 return False
             del self._streams[stream.request.id]
             self.admission.leave(stream.request.id)
+            self._engines.leave(stream.engine, stream.work)
             mailbox.num_streams -= 1
             if not mailbox.num_streams:
                 del self._mailboxes[mailbox.loop]
         self._tell_if_empty()
         return True
 
-    @property
-    def _is_empty(self) -> bool:
+    def _is_empty(self, engine: int | None) -> bool:
+        if engine is not None:
+            return not self._engines.states[engine].num_requests
         return not self._streams and not self._num_turns
 
     def _tell_if_empty(self) -> None:
+        if not self._waiting_for_idle:
+            return
         with self._lock:
-            if not self._is_empty:
-                return
-            waiting, self._waiting_for_idle = self._waiting_for_idle, []
-        for empty in waiting:
+            told = [one for one in self._waiting_for_idle if self._is_empty(one[0])]
+            self._waiting_for_idle = [one for one in self._waiting_for_idle if one not in told]
+        for _, empty in told:
             if empty.set_running_or_notify_cancel():
                 empty.set_result(None)
 

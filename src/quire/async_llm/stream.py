@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from quire.async_llm.admission import Work
 from quire.async_llm.engine_thread import RequestState
 from quire.async_llm.loop_mailbox import LoopMailbox
 from quire.async_llm.updates import Update, UpdateBuffer
@@ -50,9 +51,20 @@ class Stream(RequestState):
     It is for the event loop on which it was submitted, and one reader; `cancel` is for any thread.
     """
 
-    def __init__(self, request: Request, mailbox: LoopMailbox, grammar: Grammar | None, owner: StreamOwner) -> None:
+    def __init__(
+        self,
+        request: Request,
+        mailbox: LoopMailbox,
+        grammar: Grammar | None,
+        owner: StreamOwner,
+        engine: int,
+        work: Work,
+    ) -> None:
         super().__init__(request, mailbox, grammar)
         self.loop_mailbox = mailbox
+        self.engine = engine
+        """Which engine has it."""
+        self.work = work
         self.timer: asyncio.TimerHandle | None = None
         """Ends it when its time is over."""
         self.times = Times(time.monotonic())

@@ -19,10 +19,18 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
+from typing import NamedTuple
 
 from quire.core.errors import AuditError
 from quire.core.pages import PageAllocator
 from quire.core.sequence import Sequence, Weights
+
+
+class PageChange(NamedTuple):
+    """A full page became findable under a name, or cannot be found under it any more."""
+
+    name: bytes
+    is_there: bool
 
 
 class PrefixCache:
@@ -38,6 +46,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages held by nobody else; the next to be evicted first."""
         self.num_evictions = 0
+        self.changes: list[PageChange] | None = None
+        """What was published and evicted, for somebody who takes it after every step; None while nobody does."""
 
     @property
     def num_pages(self) -> int:
@@ -58,6 +68,11 @@ class PrefixCache:
     def idle_pages(self) -> Iterable[int]:
         """Pages that nobody else holds; the next to be evicted first."""
         return self._idle.keys()
+
+    @property
+    def full_names(self) -> list[bytes]:
+        """The names of the full pages known here."""
+        return [name for page, name in self._hash_of.items() if page not in self._num_tokens]
 
     def hash_of(self, page: int) -> bytes | None:
         """The name a page is known by."""
@@ -134,14 +149,18 @@ class PrefixCache:
             self._allocator.retain([page])
             if num_tokens is not None:
                 self._num_tokens[page] = num_tokens
+            elif self.changes is not None:
+                self.changes.append(PageChange(page_id, True))
         return known
 
     def evict(self, count: int) -> list[int]:
         """Forget the `count` least recently used idle pages; returns those, which are free now."""
         evicted = [self._idle.popitem(last=False)[0] for _ in range(min(count, len(self._idle)))]
         for page in evicted:
-            del self._page_of[self._hash_of.pop(page)]
-            self._num_tokens.pop(page, None)
+            name = self._hash_of.pop(page)
+            del self._page_of[name]
+            if self._num_tokens.pop(page, None) is None and self.changes is not None:
+                self.changes.append(PageChange(name, False))
         self.num_evictions += len(evicted)
         return self._allocator.release(evicted)
 

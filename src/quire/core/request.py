@@ -9,6 +9,7 @@ from quire.short_repr import short_repr
 
 MAX_PRIORITY = 1 << 31
 MAX_SALT_LEN = 1024
+MAX_GROUP_LEN = 1024
 
 
 @refuse_unknown_fields
@@ -24,6 +25,9 @@ class Request:
     cache_salt: str = ""
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own.
     None is the same as none."""
+    group: str = ""
+    """Where there are several engines, requests of one group and salt go to the same one, as long as that has room:
+    a conversation, or attempts at one task. Those that begin alike meet without it."""
     stream: bool = False
     """Tokens are wanted as soon as they are generated: they come in small groups."""
     keeps_end: bool = False
@@ -44,6 +48,9 @@ class Request:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"
             raise FieldError(message, field="cache_salt")
+        if not isinstance(self.group, str) or len(self.group) > MAX_GROUP_LEN:
+            message = f"group={self.group!r} must be a string of at most {MAX_GROUP_LEN} characters"
+            raise FieldError(message, field="group")
         for name in ("stream", "keeps_end", "scores_draws"):
             if not isinstance(getattr(self, name), bool):
                 raise FieldError(f"{name}={getattr(self, name)!r} must be True or False", field=name)

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from quire.config import EXPERT_AXIS, MESH_AXES, MODEL_AXIS, parse_mesh
+from quire.config import DATA_AXIS, EXPERT_AXIS, MESH_AXES, MODEL_AXIS, parse_mesh
 from quire.field_error import FieldError
 
 SPREAD = "spread"
@@ -36,6 +36,15 @@ RULES: dict[str | None, tuple[str, ...]] = {
     "experts": MESH_AXES,
     SPREAD: MESH_AXES,
 }
+
+
+class EngineMesh(NamedTuple):
+    """The devices of one of several engines."""
+
+    text: str
+    """A config's `mesh`, whose axis `data` is how many engines there are."""
+    engine: int
+    """Which one, from 0 on."""
 
 
 class ArraySpec(NamedTuple):
@@ -84,12 +93,23 @@ def make_mesh(devices: Sequence[Any] | None = None, *, expert: int = 1) -> Mesh:
     return Mesh(np.array(devices).reshape(-1, expert), (MODEL_AXIS, EXPERT_AXIS))
 
 
-def mesh_of(text: str | None) -> Mesh:
-    """The mesh that a config's `mesh` means, such as "model=4": over the first devices there are."""
-    if text is None:
+def mesh_of(given: EngineMesh | str | None) -> Mesh:
+    """The mesh that a config's `mesh` means, such as "model=4": over the first devices there are.
+
+    With the axis `data` it is several engines' devices, one engine's after the other's, and one of them must be named.
+    """
+    if given is None:
         return make_mesh()
+    text, engine = given if isinstance(given, EngineMesh) else (given, None)
     sizes, devices = parse_mesh(text), jax.devices()
     size = math.prod(sizes.values())
+    num_engines = sizes.pop(DATA_AXIS, 1)
+    if num_engines > 1 and engine is None:
+        raise FieldError(
+            f"mesh={text!r} has data={num_engines}, several engines, and this is one: leave data out; AsyncLLM and "
+            "`quire serve` take it",
+            field="mesh",
+        )
     if size > len(devices):
         raise FieldError(
             f"mesh={text!r} needs {size} devices, and there are {len(devices)} ({devices[0].platform}): give at most "
@@ -97,7 +117,9 @@ def mesh_of(text: str | None) -> Mesh:
             f"XLA_FLAGS=--xla_force_host_platform_device_count={size}, or set jax_num_cpu_devices to {size}",
             field="mesh",
         )
-    return make_mesh(devices[:size], expert=sizes.get(EXPERT_AXIS, 1))
+    size //= num_engines
+    first = size * (engine or 0)
+    return make_mesh(devices[first : first + size], expert=sizes.get(EXPERT_AXIS, 1))
 
 
 def check_mesh(mesh: Mesh) -> Mesh:

@@ -107,8 +107,10 @@ def size_pool(
 
 
 def choose_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> PoolSizes:
-    """The pool that the config asks for, or that fits into the memory there is."""
-    free, available = memory.available_bytes(mesh), memory.available_host_bytes()
+    """The pool that the config asks for, or that fits into the memory there is: engines share that of the host."""
+    free, available = memory.available_bytes(mesh), memory.available_host_bytes() // config.num_engines
+    if memory.is_host_memory(mesh):
+        free //= config.num_engines
     budget = default_pool_bytes(free, is_host_memory=memory.is_host_memory(mesh))
     pool = size_pool(config, model, max_model_len, mesh, budget)
     knob = "num_pages" if config.num_pages else "memory_budget"
