@@ -47,7 +47,11 @@ class ParsedEmbeddings:
     as_base64: bool
 
     async def run[T](
-        self, service: Service, encode: Callable[[np.ndarray], T], timeout_s: float, traceparent: str | None = None
+        self,
+        service: Service,
+        encode: Callable[[np.ndarray], T],
+        timeout_s: float | None,
+        traceparent: str | None = None,
     ) -> Embedded[T]:
         """Embed the prompts, a few at a time. Each vector is encoded as soon as it is there; no array is kept."""
         embedded: Embedded[T] = Embedded([], sum(len(one.prompt_token_ids) for one in self.requests), 0)
@@ -62,7 +66,7 @@ class ParsedEmbeddings:
             raise in_words_of("input", error) from None
         return embedded
 
-    async def response(self, service: Service, timeout_s: float, traceparent: str | None) -> dict[str, Any]:
+    async def response(self, service: Service, timeout_s: float | None, traceparent: str | None) -> dict[str, Any]:
         """The whole response of `/v1/embeddings`."""
         embedded = await self.run(service, as_base64 if self.as_base64 else as_digits, timeout_s, traceparent)
         data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(embedded.vectors)]

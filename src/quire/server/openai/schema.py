@@ -444,6 +444,29 @@ class EmbeddingsRequest(Struct, kw_only=True):
     """Seconds after which the request ends, wherever it is."""
 
 
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+BatchEndpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings"]
+
+
+class BatchRequest(Struct, kw_only=True):
+    """The body of `POST /v1/batches`."""
+
+    input_file_id: Id
+    """A file of `/v1/files`, one request a line: `{"custom_id", "method": "POST", "url", "body"}`."""
+    endpoint: BatchEndpoint
+    """The `url` of every line."""
+    completion_window: Literal["24h"]
+    """When it is to be done; what is not by then is an error."""
+    metadata: (
+        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
+        | None
+    ) = None
+    """Kept with the batch."""
+    output_expires_after: None = None
+    """Not supported: files stay until they are deleted."""
+
+
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
