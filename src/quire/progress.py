@@ -35,11 +35,18 @@ class StartProgress:
 
 
 class JobProgress:
-    """Sequences done, tokens a second and time left of a job."""
+    """Sequences done, or what else `unit` counts, tokens a second and time left of a job."""
 
-    def __init__(self, total: int | None, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        """`total` is how many sequences there will be, None if nobody knows."""
-        self._total, self._quiet, self._clock = total, quiet, clock
+    def __init__(
+        self,
+        total: int | None,
+        *,
+        unit: str = "sequence",
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`total` is how many there will be, None if nobody knows."""
+        self._total, self._unit, self._quiet, self._clock = total, unit, quiet, clock
         self._bar: Any = None
         self._start: float | None = None
         self._due = self._every = float("inf")
@@ -51,7 +58,7 @@ class JobProgress:
         if self._quiet or self._start is not None:
             return
         self._start = self._clock()
-        self._bar = _bar("generating", "sequence", self._total)
+        self._bar = _bar("generating", self._unit, self._total)
         self._every = LINE_EVERY_S if self._bar is None else REDRAW_EVERY_S
         self._due = self._start + self._every
 
@@ -80,7 +87,7 @@ class JobProgress:
     def _print(self, done: int, last: str) -> None:
         self._has_lines = True
         of_total = "" if self._total is None else f" of {self._total:,}"
-        print(f"quire: {done:,}{of_total} sequences; {self._rates}; {last}", file=sys.stderr, flush=True)
+        print(f"quire: {done:,}{of_total} {self._unit}s; {self._rates}; {last}", file=sys.stderr, flush=True)
 
     def _time_left(self, done: int, seconds: float) -> str:
         if self._total is None or not done:

@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate_parser(commands)
     _chat_parser(commands)
+    _batch_parser(commands)
     _serve_parser(commands)
     _bench_parser(commands)
     _pull_parser(commands)
@@ -122,6 +123,10 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import generate
 
         return generate.run(args)
+    if args.command == "batch":
+        from quire.cli import batch
+
+        return batch.run(args)
     if args.command == "serve":
         from quire.cli import serve
 
@@ -170,6 +175,25 @@ def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser.add_argument("--system", metavar="TEXT", help="the system message")
     _sampling_flags(parser, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
+
+
+def _batch_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = (
+        "Answer every line of a file, in OpenAI's batch format, or every row of a Parquet file. Answers come in the "
+        "order of the lines; the same command again goes on where this one was stopped, however it was."
+    )
+    parser = commands.add_parser("batch", help="answer the lines of a file", description=text)
+    _model_argument(parser)
+    text = "lines such as {custom_id, method, url, body}; or .parquet, with a column prompt or messages"
+    parser.add_argument("input", metavar="INPUT", type=Path, help=text)
+    text = "one answer for each line; .parquet has the input's columns, too"
+    parser.add_argument("-o", "--output", metavar="OUTPUT", type=Path, required=True, help=text)
+    text = "start no line that could bring this run above so many tokens, of prompts and of answers"
+    parser.add_argument("--max-cost", type=int, metavar="N", help=text)
+    text = "what lines call the model; by default the name of its file"
+    parser.add_argument("--served-model-name", metavar="NAME", help=text)
+    _sampling_flags(parser)
+    _engine_flags(parser, max_num_seqs=None)
 
 
 def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
@@ -364,6 +388,13 @@ def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> Sampl
     names = [*(name for name, declared in DECLARED.items() if declared.flag is not None), "stop"]
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     return dataclasses.replace(defaults, **own | given)
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, typing.Any]:
+    """What the flags say, by the names of a request's fields."""
+    names = {declared.wire_name: name for name, declared in DECLARED.items() if declared.flag is not None}
+    given = {wire_name: getattr(args, name) for wire_name, name in (names | {"stop": "stop"}).items()}
+    return {wire_name: value for wire_name, value in given.items() if value is not None}
 
 
 def find_model_for(args: argparse.Namespace) -> Path:

@@ -33,12 +33,12 @@ def run(args: argparse.Namespace) -> int:
     def load() -> LLM:
         return LLM(args.model, revision=args.revision, **knobs)
 
-    name = _model_name(args.model, args.revision)
+    name = model_name(args.model, args.revision)
     asyncio.run(serve(load, name, config, keys, admin_keys, on_ready=ready))
     return 0
 
 
-def _model_name(model: str, revision: str | None) -> str:
+def model_name(model: str, revision: str | None) -> str:
     """What clients call it: the last part of its name on the hub, or of its path."""
     path = Path(os.path.abspath(model))  # not resolved: files of the hub's cache are links to names that are hashes
     if not path.exists() and (name := parse_name(model, revision)) is not None:
