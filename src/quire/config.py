@@ -53,9 +53,7 @@ class EngineConfig:
 
     dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
     quantize: str | None = knob(None, "int8, or weights alone: int8-weights, int4-weights, mxfp4 (experts)")
-    mesh: str | None = knob(
-        None, "devices to split the model over: model=4, model=2,expert=2; data=2,model=4 serves by two engines"
-    )
+    mesh: str | None = knob(None, "devices to use: model=4 or model=2,expert=2; data=2 for two engines")
     page_size: int = knob(16, "token positions in one KV page")
     num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
     max_num_seqs: int = knob(64, "sequences that run at the same time, at most")

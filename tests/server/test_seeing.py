@@ -34,6 +34,9 @@ ADMIN_ROUTES = {
     "/admin/abort_all": "POST",
     "/admin/abort": "POST",
     "/admin/audit": "POST",
+    "/admin/engines": "GET",
+    "/admin/drain_engine": "POST",
+    "/admin/resume_engine": "POST",
 }
 
 

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from quire.checkpoint.hub import parse_name
@@ -25,16 +26,17 @@ def run(args: argparse.Namespace) -> int:
         from quire.server.serve import serve
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire[server]'`") from None
+    from quire.async_llm.async_llm import engine_meshes
     from quire.llm import LLM
 
     def ready(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    def load() -> LLM:
-        return LLM(args.model, revision=args.revision, **knobs)
-
+    loads = [
+        partial(LLM, args.model, revision=args.revision, **knobs | {"mesh": mesh}) for mesh in engine_meshes(args.mesh)
+    ]
     name = model_name(args.model, args.revision)
-    asyncio.run(serve(load, name, config, keys, admin_keys, on_ready=ready))
+    asyncio.run(serve(loads, name, config, keys, admin_keys, on_ready=ready))
     return 0
 
 

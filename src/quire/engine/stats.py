@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields, replace
 
 from quire.core.audit import PoolStats
 from quire.core.plan import StepPlan
@@ -147,6 +147,25 @@ class EngineStats(PoolStats):
     programs: int
     compiles_after_warmup: int
     timing: StepTiming
+
+
+def add_up(readings: Sequence[EngineStats]) -> EngineStats:
+    """What several engines of one model come to: sums, but for refcounts and their mean usage."""
+    first = readings[0]
+    named = {field.name: [getattr(reading, field.name) for reading in readings] for field in fields(EngineStats)}
+    timings = [astuple(timing) for timing in named.pop("timing")]
+    del named["weight_version"]
+    sums = {name: sum(values) for name, values in named.items()}
+    return replace(
+        first,
+        **sums
+        | {
+            "min_refcount": min(named["min_refcount"]),
+            "max_refcount": max(named["max_refcount"]),
+            "usage_ratio": sums["usage_ratio"] / len(readings),
+            "timing": StepTiming(*map(sum, zip(*timings, strict=True))),
+        },
+    )
 
 
 class TimingLog:

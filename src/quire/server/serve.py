@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -45,7 +45,7 @@ _log = logging.getLogger("quire.server")
 
 
 async def serve(
-    open_llm: Callable[[], LLM],
+    open_llms: Sequence[Callable[[], LLM]],
     model_name: str,
     config: ServerConfig,
     keys: Keys,
@@ -53,7 +53,10 @@ async def serve(
     *,
     on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Serve until a signal stops it. `on_ready` gets lines on how far it is, where to reach it, and that it stops."""
+    """Serve the LLM that a function opens, or several of one model, until a signal stops it.
+
+    `on_ready` gets lines on how far it is, where to reach it, and that it stops.
+    """
     check_exposure(config, keys, admin_keys)
     _prepare_process(config)
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
@@ -67,7 +70,7 @@ async def serve(
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         watching = [observer for observer in observers if observer]
-        engine = AsyncLLM.from_factory(open_llm, admission=admission, observers=watching)
+        engine = AsyncLLM.from_factory(*open_llms, admission=admission, observers=watching)
         on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
         await _load(engine, stopped)
         if telemetry:

@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -54,6 +55,12 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     request_id: str
 
 
+class EngineRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `POST /admin/drain_engine` and `/admin/resume_engine`."""
+
+    engine: int
+
+
 class Admin:
     """The routes of the administrator's port."""
 
@@ -61,7 +68,9 @@ class Admin:
         self.service = service
         self.config = config
         self.trace_log = trace_log
-        self._shared = SharedReading(self._read_pages, READ_EVERY_S)
+        self._shared = [
+            SharedReading(partial(self._read_pages, i), READ_EVERY_S) for i in range(len(service.engine.engines))
+        ]
 
     def app(self, keys: Keys) -> Guard:
         """An ASGI application: the guard, then the routes."""
@@ -73,6 +82,9 @@ class Admin:
             Route("/admin/abort_all", self.abort_all, methods=["POST"]),
             Route("/admin/abort", self.abort, methods=["POST"]),
             Route("/admin/audit", self.audit, methods=["POST"]),
+            Route("/admin/engines", self.engines),
+            Route("/admin/drain_engine", self.drain_engine, methods=["POST"]),
+            Route("/admin/resume_engine", self.resume_engine, methods=["POST"]),
         ]
         return guarded(routes, keys, self.config, public=SHELL)
 
@@ -83,14 +95,17 @@ class Admin:
         return page_response("debug.html")
 
     async def pages(self, request: HttpRequest) -> Response:
-        """`/debug/pages`: every page that somebody holds, who runs and waits, and the last two minutes."""
-        return json_response(await self._shared.get())
+        """`/debug/pages?engine=N`: every page that somebody holds, who runs and waits, and the last two minutes."""
+        number, count = request.query_params.get("engine", "0"), len(self._shared)
+        if not re.fullmatch(r"[0-9]{1,9}", number) or int(number) >= count:
+            raise ApiError(400, f"engine must be a whole number from 0 to {count - 1}", param="engine")
+        return json_response(await self._shared[int(number)].get())
 
-    async def _read_pages(self) -> bytes:
+    async def _read_pages(self, number: int) -> bytes:
         def take(engine: Engine) -> tuple[EngineStats, Snapshot]:
             return engine.stats(), snapshot(engine.scheduler, MAX_WAITING)
 
-        stats, taken = await self._call(take, ENGINE_TIMEOUT_S)
+        stats, taken = await self._call(take, number)
         engine, admission = self.service.engine, self.service.engine.admission
         server = {
             "model": self.service.model_name,
@@ -101,6 +116,8 @@ class Admin:
             "requests_waiting": admission.num_waiting,
             "rejections": admission.num_rejected,
             "failed_steps": engine.num_failed_steps,
+            "engine": number,
+            "engines": len(engine.engines),
         }
         # Off the event loop: of a large pool this takes as long as a step.
         return await asyncio.to_thread(self._describe, server, stats, taken, engine.streams)
@@ -137,7 +154,7 @@ class Admin:
 
     async def clear_prefix_cache(self, request: HttpRequest) -> Response:
         """`/admin/clear_prefix_cache`: cached pages that no sequence holds are free from now on."""
-        freed = await self._call(lambda engine: engine.clear_prefix_cache())
+        freed = sum(await self._call_all(lambda engine: engine.clear_prefix_cache()))
         _log.info("prefix cache cleared", extra={"pages": freed})
         return json_response({"freed_pages": freed})
 
@@ -156,7 +173,7 @@ class Admin:
         return json_response({"aborted_requests": 1})
 
     async def audit(self, request: HttpRequest) -> Response:
-        """`/admin/audit`: check every page and every sequence. The engine stands still meanwhile."""
+        """`/admin/audit`: check every page and every sequence. The engines stand still meanwhile."""
 
         def run(engine: Engine) -> str | None:
             try:
@@ -165,15 +182,43 @@ class Admin:
                 return str(error)
             return None
 
-        finding = await self._call(run, AUDIT_TIMEOUT_S)
+        finding = next(filter(None, await self._call_all(run, AUDIT_TIMEOUT_S)), None)
         _log.info("audit", extra={"is_sound": finding is None})
         return json_response({"is_sound": finding is None, "finding": finding})
 
-    async def _call(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> Any:
+    async def engines(self, request: HttpRequest) -> Response:
+        """`/admin/engines`: how each engine does, and what it has to do."""
+        return self._states()
+
+    async def drain_engine(self, request: HttpRequest) -> Response:
+        """`/admin/drain_engine`: one of several engines gets no more requests; those it has go on to their end."""
+        engine = msgspec.json.decode(await request.body(), type=EngineRequest).engine
+        self.service.engine.engines.drain(engine)
+        _log.info("engine drains", extra={"engine": engine})
+        return self._states()
+
+    async def resume_engine(self, request: HttpRequest) -> Response:
+        """`/admin/resume_engine`: an engine that drains, or has drained, gets requests again."""
+        engine = msgspec.json.decode(await request.body(), type=EngineRequest).engine
+        self.service.engine.engines.resume(engine)
+        _log.info("engine goes on", extra={"engine": engine})
+        return self._states()
+
+    def _states(self) -> Response:
+        states = self.service.engine.engines.states
+        return json_response({"engines": [{"engine": i, **state._asdict()} for i, state in enumerate(states)]})
+
+    async def _call(self, function: Any, engine: int, timeout_s: float = ENGINE_TIMEOUT_S) -> Any:
         try:
-            return await self.service.engine.call(function, timeout_s)
+            return await self.service.engine.call(function, timeout_s, engine=engine)
         except TimeoutError:
             raise ApiError(503, "the engine does not respond", code="unavailable") from None
+
+    async def _call_all(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> list[Any]:
+        """What a function returns of every engine that responds; an error if there is none."""
+        silent = self.service.engine.engines.silent
+        numbers = [i for i in range(len(self._shared)) if i not in silent] or [0]
+        return await asyncio.gather(*(self._call(function, i, timeout_s) for i in numbers))
 
 
 # -- formatting -------------------------------------------------------------------------------------------------------

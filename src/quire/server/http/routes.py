@@ -176,8 +176,11 @@ class Api:
     # -- health and metrics --------------------------------------------------------------------------------------------
 
     async def health(self, request: HttpRequest) -> Response:
-        """`GET /health`: whether the engine steps."""
-        return _probe(self.service.engine.is_healthy, "the engine does not respond")
+        """`GET /health`: whether every engine steps."""
+        engines = self.service.engine.engines
+        silent = ", ".join(map(str, engines.silent))
+        which = "the engine does" if len(engines) == 1 else f"engine {silent} of {len(engines)} (0 is the first) does"
+        return _probe(not silent, f"{which} not respond")
 
     async def alive(self, request: HttpRequest) -> Response:
         """`GET /livez`: whether the process responds."""

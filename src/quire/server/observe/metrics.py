@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
@@ -16,10 +16,11 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire.async_llm.engines import EngineState
 from quire.async_llm.errors import UnavailableError
 from quire.async_llm.stream import Stream
 from quire.engine.engine import Engine
-from quire.engine.stats import EngineStats
+from quire.engine.stats import EngineStats, add_up
 from quire.server.observe.shared_reading import SharedReading
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Metrics:
         self._engine = engine
         self._collector = _EngineCollector(engine)
         self.registry.register(self._collector)
-        self._page = _Page(self.registry, model_name, engine.llm.engine)
+        self._page = _Page(self.registry, model_name, [thread.llm.engine for thread in engine.engines.threads])
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
         """Count tokens: `count` rounds of one dispatch, as far apart as they were computed."""
@@ -126,20 +127,25 @@ class Metrics:
 
     async def _read(self) -> bytes:
         if self._engine is not None:
-            with contextlib.suppress(TimeoutError, UnavailableError):
-                self._collector.stats = await self._engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S)
+            await asyncio.gather(*(self._read_engine(self._engine, i) for i in range(len(self._engine.engines))))
         return await asyncio.to_thread(generate_latest, self._page)  # the event loop has streams to serve
+
+    async def _read_engine(self, engine: "AsyncLLM", i: int) -> None:
+        with contextlib.suppress(TimeoutError, UnavailableError):
+            self._collector.stats[i] = await engine.call(lambda engine: engine.stats(), READ_TIMEOUT_S, engine=i)
 
 
 class _EngineCollector(Collector):
-    """Collects the engine's state as gauges and counters."""
+    """Collects the state of the engine, or of all together, as gauges and counters."""
 
     def __init__(self, engine: "AsyncLLM") -> None:
         self._engine = engine
-        self.stats: EngineStats | None = None
+        self.stats: dict[int, EngineStats] = {}
+        """The last reading of each engine."""
 
     def collect(self) -> Iterator[Metric]:
-        engine, admission, stats = self._engine, self._engine.admission, self.stats
+        engine, admission = self._engine, self._engine.admission
+        stats = add_up(list(self.stats.values())) if self.stats else None
         yield _gauge("quire_last_step_age_seconds", "since the engine last showed itself", engine.beat_age_s)
         yield _gauge("quire_healthy", "1 while the engine steps", float(engine.is_healthy))
         yield _gauge("quire_ready", "1 while requests are taken", float(engine.is_ready))
@@ -150,6 +156,8 @@ class _EngineCollector(Collector):
         yield _gauge("quire_waiting_tokens_limit", "tokens that may wait", admission.max_tokens)
         yield _counter("quire_rejections", "requests refused because the queue is full", admission.num_rejected)
         yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
+        if len(engine.engines) > 1:
+            yield from _each_engine(engine.engines.states)
         if stats is None:
             return
         yield _gauge("quire_pages", "pages of all pools", stats.num_pages)
@@ -186,10 +194,11 @@ class _EngineCollector(Collector):
 class _Page(Collector):
     """Collects all metrics, and those that vLLM has too under its names, with the label `model_name`."""
 
-    def __init__(self, registry: CollectorRegistry, model_name: str, engine: Engine) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str, engines: Sequence[Engine]) -> None:
         self._registry = registry
         self._labels = {"model_name": model_name}
-        pool = [str(engine.config.page_size), str(engine.scheduler.tables.pool.allocator.num_pages)]
+        num_pages = sum(engine.scheduler.tables.pool.allocator.num_pages for engine in engines)
+        pool = [str(engines[0].config.page_size), str(num_pages)]
         labels, text = ["block_size", "num_gpu_blocks"], "the pool of layers that see every position"
         self._pool = GaugeMetricFamily("vllm:cache_config_info", text, labels=labels)
         self._pool.add_metric(pool, 1)
@@ -221,6 +230,20 @@ class _Page(Collector):
         for reason, count in counts.items():
             successes.add_sample("vllm:request_success_total", {"finished_reason": reason} | self._labels, count)
         return successes
+
+
+def _each_engine(states: Sequence[EngineState]) -> Iterator[Metric]:
+    columns = {
+        "healthy": ("1 while this engine steps", [state.is_healthy for state in states]),
+        "draining": ("1 while this engine gets no requests", [state.refusal is not None for state in states]),
+        "requests_open": ("requests of this engine that have not ended", [state.num_requests for state in states]),
+        "queued_tokens": ("tokens that these may come to", [state.queued_tokens for state in states]),
+    }
+    for name, (text, values) in columns.items():
+        gauge = GaugeMetricFamily(f"quire_engine_{name}", text, labels=["engine"])
+        for i, value in enumerate(values):
+            gauge.add_metric([str(i)], float(value))
+        yield gauge
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

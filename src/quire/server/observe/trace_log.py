@@ -1,10 +1,11 @@
 """What the last minutes looked like: a bounded memory of steps and requests, as a trace that Perfetto opens.
 
-Steps are rows of one array that is written round and round by the engine's thread; requests are a bounded queue of the
+Steps are rows of one array that is written round and round by the engines' threads; requests are a bounded queue of the
 event loop's. Both take a fixed amount of memory, and a step costs a few microseconds to note.
 """
 
 import os
+import threading
 import time
 from collections import deque
 from typing import Any, NamedTuple
@@ -22,9 +23,11 @@ LONGEST_S = 300
 HISTORY_S = 120
 
 PARTS = ("plan", "dispatch", "wait", "output")
-COLUMNS = ("start", "end", *PARTS, "rows", "rounds", "computed", "generated", "is_failed", "running")
+COLUMNS = ("start", "end", *PARTS, "rows", "rounds", "computed", "generated", "is_failed", "running", "engine")
 _AT = {name: i for i, name in enumerate(COLUMNS)}
-ENGINE_TRACK, REQUEST_TRACK = 1, 2
+REQUEST_TRACK = 2
+ENGINE_TRACK = 3
+"""Of the first engine; the others follow."""
 
 
 class RequestSpan(NamedTuple):
@@ -65,23 +68,29 @@ class TraceLog:
     def __init__(self) -> None:
         self._steps = np.zeros((MAX_STEPS, len(COLUMNS)))
         self._num_steps = 0
-        self._before = Progress()
+        self._lock = threading.Lock()
+        """One engine's thread writes at a time."""
+        self._engines: dict[Engine, int] = {}
+        """Their numbers, in the order of their first steps."""
+        self._before: dict[Engine, Progress] = {}
         self._requests: deque[RequestSpan] = deque(maxlen=MAX_REQUESTS)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def on_step(self, engine: Engine, start: float, end: float, is_failed: bool) -> None:
         """Note a step, on the engine's thread."""
-        progress = engine.progress
-        if progress.steps == self._before.steps and not is_failed:
+        progress, before = engine.progress, self._before.get(engine, Progress())
+        if progress.steps == before.steps and not is_failed:
             return  # there was nothing to do
-        step, self._before = progress - self._before, progress
+        step, self._before[engine] = progress - before, progress
         timing, running = step.timing, len(engine.scheduler.running)
-        self._steps[self._num_steps % MAX_STEPS] = (
-            start, end, timing.plan_s, timing.dispatch_s, timing.wait_s, timing.output_s, step.rows, step.rounds,
-            step.computed_tokens, step.generated_tokens, is_failed, running,
-        )  # fmt: skip
-        self._num_steps += 1  # after the row is whole
+        with self._lock:
+            number = self._engines.setdefault(engine, len(self._engines))
+            self._steps[self._num_steps % MAX_STEPS] = (
+                start, end, timing.plan_s, timing.dispatch_s, timing.wait_s, timing.output_s, step.rows, step.rounds,
+                step.computed_tokens, step.generated_tokens, is_failed, running, number,
+            )  # fmt: skip
+            self._num_steps += 1  # after the row is whole
 
     def on_tokens(self, stream: Stream, index: int, now: float, count: int) -> None:
         """Does nothing: a request is noted when it ends."""
@@ -137,7 +146,7 @@ class TraceLog:
         pid = os.getpid()
         events: list[dict[str, Any]] = [
             _name("process_name", pid, 0, "quire"),
-            _name("thread_name", pid, ENGINE_TRACK, "engine"),
+            *(_name("thread_name", pid, ENGINE_TRACK + i, f"engine {i}") for i in range(len(self._engines))),
         ]
         for row in self.steps(since).tolist():
             events += _step_events(dict(zip(COLUMNS, row, strict=True)), pid)
@@ -159,7 +168,7 @@ def _name(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def _step_events(step: dict[str, float], pid: int) -> list[dict[str, Any]]:
     def span(name: str, start: float, seconds: float, **args: Any) -> dict[str, Any]:
-        where = {"pid": pid, "tid": ENGINE_TRACK}
+        where = {"pid": pid, "tid": ENGINE_TRACK + int(step["engine"])}
         return {"ph": "X", "cat": "step", "name": name, "ts": _us(start), "dur": _us(seconds), "args": args} | where
 
     counts = {name: int(step[name]) for name in ("rows", "rounds", "computed", "generated")}
@@ -170,7 +179,8 @@ def _step_events(step: dict[str, float], pid: int) -> list[dict[str, Any]]:
         if seconds > 0:
             events.append(span(part, start, seconds))
             start += seconds
-    for name, value in (("running", step["running"]), ("tokens in a step", step["computed"])):
+    which = f", engine {int(step['engine'])}" if step["engine"] else ""
+    for name, value in ((f"running{which}", step["running"]), (f"tokens in a step{which}", step["computed"])):
         events.append({"ph": "C", "name": name, "pid": pid, "ts": _us(step["start"]), "args": {name: int(value)}})
     return events
 

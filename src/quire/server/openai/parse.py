@@ -320,6 +320,7 @@ def _parsed_request(
             params=params,
             priority=checked_priority(service, body.priority),
             cache_salt=caller.salt(body.cache_salt or ""),
+            group=body.prompt_cache_key or "",
             stream=stream,
         )
         for i, prompt in enumerate(prompts)

@@ -145,6 +145,9 @@ class Sampling(DeclaredFields, kw_only=True):
     """Taken and not used."""
     safety_identifier: Annotated[str, Meta(max_length=512)] | None = None
     """Taken and not used."""
+    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
+    """Where a server has several engines, requests with the same key go to the same one. `cache_salt` keeps prefixes
+    apart."""
     # Beyond OpenAI's, in `extra_body`:
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_IDS)] | None = None
     return_token_ids: bool | None = None
@@ -273,8 +276,6 @@ class ChatRequest(Sampling, kw_only=True):
     """Variables of the chat template, of those that a request may set."""
     modalities: list[Literal["text"]] | None = None
     """Answers are text."""
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    """Taken and not used: `cache_salt` keeps prefixes apart."""
 
 
 # -- responses --------------------------------------------------------------------------------------------------------
@@ -405,8 +406,6 @@ class ResponsesRequest(Sampling, kw_only=True):
     """Taken and not used: nothing is stored."""
     truncation: Literal["disabled"] | None = None
     """What does not fit is refused."""
-    prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
-    """Taken and not used: `cache_salt` keeps prefixes apart."""
     chat_template_kwargs: Annotated[JsonObject, Meta(max_length=16)] | None = None
     """Variables of the chat template, of those that a request may set."""
     previous_response_id: None = None
