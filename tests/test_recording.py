@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import SamplingParams
+from quire import EngineConfig, SamplingParams
 from quire.cli import main
 from quire.core import scheduler as scheduler_module
 from quire.core.request import Request
@@ -277,6 +277,11 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path):
     assert path.read_text() == "mine"
     with pytest.raises(ValueError, match=r"record=.*cannot be written"):
         fake_engine(record=str(tmp_path / "no" / "folder"))
+
+
+def test_several_engines_do_not_share_a_file():
+    with pytest.raises(ValueError, match=r"record='file' is the file of one engine and mesh='data=2' has 2"):
+        EngineConfig(record="file", mesh="data=2")
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch, caplog):

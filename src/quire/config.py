@@ -133,6 +133,9 @@ class EngineConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.record is not None and not isinstance(self.record, str):
             raise FieldError(f"record={self.record!r} must be the path of a new file, as a string", field="record")
+        if self.record is not None and self.num_engines > 1:
+            message = f"record={self.record!r} is the file of one engine and mesh={self.mesh!r} has {self.num_engines}"
+            raise FieldError(f"{message}: leave one of the two out", field="record")
         if self.deterministic:
             self._use_one_program()
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -7,7 +7,6 @@ import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -159,9 +158,8 @@ class _Run:
 
     async def _answer(self, path: Path, lines: Iterator["Line"]) -> None:
         from quire.async_llm import AsyncLLM
-        from quire.llm import LLM
 
-        async with AsyncLLM.from_factory(partial(LLM, path, **self._knobs)) as engine:
+        async with AsyncLLM(path, **self._knobs) as engine:
             try:
                 async with self._watched(engine):
                     await answer_lines(

@@ -32,6 +32,11 @@ class ServerConfig:
     strict_fields: bool = knob(False, "refuse unknown fields of requests instead of ignoring them")
     max_queued_requests: int = knob(256, "requests that may wait; more get a 429")
     max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and generated ones")
+    batch_folder: str | None = knob(
+        None, "folder for /v1/files and /v1/batches, which only this server uses; by default there are none"
+    )
+    max_batch_file_bytes: int = knob(200 << 20, "of one file for /v1/batches", expert=True)
+    max_batch_bytes: int = knob(10 << 30, "of all files and answers of batches, for each key", expert=True)
     max_priority: int = knob(0, "the highest priority a request may have", expert=True)
     max_connections: int = knob(1024, "open connections; more are closed at once", expert=True)
     max_body_bytes: int = knob(8 << 20, "of one request", expert=True)
@@ -52,6 +57,7 @@ class ServerConfig:
             raise ValueError(f"port={self.port}, grpc_port={self.grpc_port}, admin_port={self.admin_port} must differ")
         for name in (
             "max_queued_requests", "max_queued_tokens", "max_connections", "max_body_bytes",
+            "max_batch_file_bytes", "max_batch_bytes",
             "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), 1, 1 << 40)

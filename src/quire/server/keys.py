@@ -51,12 +51,21 @@ class Keys:
         for good in self._hashes:
             if hmac.compare_digest(good, hashed):
                 found = good
-        return None if found is None else hashlib.sha256(b"quire tenant" + found).hexdigest()[:32]
+        return None if found is None else _tenant_of(found)
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants of all keys; one without a name where there are no keys."""
+        return [_tenant_of(hashed) for hashed in self._hashes] or [""]
 
     def find_bearer(self, authorization: str) -> str | None:
         """The tenant of an `Authorization` header, `Bearer KEY`; None if its key is not valid."""
         scheme, _, key = authorization.partition(" ")
         return self.find(key.strip()) if scheme.lower() == "bearer" else None
+
+
+def _tenant_of(hashed: bytes) -> str:
+    return hashlib.sha256(b"quire tenant" + hashed).hexdigest()[:32]
 
 
 def _hash_of(where: str, key: str) -> bytes:

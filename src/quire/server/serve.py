@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -18,6 +19,7 @@ from quire.async_llm import AsyncLLM
 from quire.async_llm.admission import Admission
 from quire.async_llm.observer import Observer
 from quire.llm import LLM
+from quire.server.batches.store import Store
 from quire.server.config import ServerConfig
 from quire.server.http.connections import limited
 from quire.server.http.debug import Admin
@@ -62,6 +64,7 @@ async def serve(
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
     admin_listener = None if config.admin_port is None else _listen("127.0.0.1", config.admin_port)
     rpc = _grpc_server(config, keys)
+    store = Store(Path(config.batch_folder), config.max_batch_bytes) if config.batch_folder else None
     model_name = config.served_model_name or model_name
     metrics, trace_log = Metrics(), TraceLog()
     telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
@@ -88,12 +91,19 @@ async def serve(
             await rpc.start(service)
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
-        app = Api(service, config, metrics).app(keys)
+        api = Api(service, config, metrics, store)
+        app = api.app(keys)
+        if api.batches and store:
+            running.callback(store.close)
+            running.push_async_callback(api.batches.stop)
+            api.batches.go_on(keys.tenants)
         serving = await running.enter_async_context(_serving(app, config, listener))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
         on_ready(f"quire: ready on {where}; serving {model_name}{page}")
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if api.batches:
+            await api.batches.stop()  # the next server goes on with them
         await _drain(engine, config, on_ready)
 
 

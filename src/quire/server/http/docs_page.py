@@ -17,7 +17,8 @@ def docs_page() -> str:
     """The whole page."""
     document = openapi()
     schemas = document["components"]["schemas"]
-    bodies = {_name(route["post"]) for route in document["paths"].values() if "post" in route}
+    operations = [operation for methods in document["paths"].values() for operation in methods.values()]
+    bodies = {_name(operation) for operation in operations if _json_body(operation)}
     routes = [(path, method, route) for path, methods in document["paths"].items() for method, route in methods.items()]
     others = [name for name in schemas if name not in bodies]
     parts = [
@@ -25,7 +26,7 @@ def docs_page() -> str:
         f"<p>{_prose(document['info']['description'])}</p>",
         "<p>For machines: <a href='/openapi.json'>/openapi.json</a>. To chat: <a href='/'>the page at /</a>.</p>",
         "<nav aria-label='Routes'><ul>",
-        *(f"<li><a href='#{_anchor(path)}'>{escape(path)}</a></li>" for path, _, _ in routes),
+        *(f"<li><a href='#{_anchor(path, method)}'>{escape(path)}</a></li>" for path, method, _ in routes),
         "</ul></nav>",
         *(_route(path, method, route, schemas) for path, method, route in routes),
         *(_object(name, schemas[name]) for name in others),
@@ -37,12 +38,11 @@ def docs_page() -> str:
 def _route(path: str, method: str, route: dict[str, Any], schemas: dict[str, Any]) -> str:
     key = "" if route.get("security") != [] else " <span class='soft'>No key needed.</span>"
     lines = [
-        f"<section id='{_anchor(path)}'>",
+        f"<section id='{_anchor(path, method)}'>",
         f"<h2><span class='method'>{method.upper()}</span> {escape(path)}</h2>",
         f"<p>{_prose(route['summary'])}{key}</p>",
     ]
-    if method == "post":
-        content = route["requestBody"]["content"]["application/json"]
+    if content := _json_body(route):
         if "example" in content:
             lines += ["<h3>Example</h3>", f"<pre>{escape(_curl(path, content['example']))}</pre>"]
         lines += ["<h3>Fields</h3>", _fields(schemas[_name(route)])]
@@ -131,9 +131,15 @@ def _prose(text: str) -> str:
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", escape(text, quote=False))
 
 
+def _json_body(operation: dict[str, Any]) -> dict[str, Any] | None:
+    return operation.get("requestBody", {}).get("content", {}).get("application/json")
+
+
 def _name(operation: dict[str, Any]) -> str:
     return operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].removeprefix(_REF)
 
 
-def _anchor(path: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-") or "page"
+def _anchor(path: str, method: str) -> str:
+    """Of a route, by its path; where that has several, those beside the first are told by their method."""
+    name = re.sub(r"[^a-z0-9]+", "-", path.lower()).strip("-") or "page"
+    return name if method == next(iter(openapi()["paths"][path])) else f"{name}-{method}"

@@ -15,6 +15,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.origins import PREFLIGHT, AllowedOrigins
 from quire.server.http.request_body import HEADER as IGNORED_FIELDS
+from quire.server.http.upload import FORM_BYTES
 from quire.server.keys import Keys
 from quire.server.service import Caller
 
@@ -22,6 +23,10 @@ PAGES = frozenset({"/", "/docs"})
 """Pages for people: what they show comes with a key, or is the same of every server."""
 PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics", "/openapi.json"}) | PAGES
 """Routes that need no key."""
+UPLOADS = frozenset({"/v1/files"})
+"""Paths to which files are sent: they may be large, and take longer."""
+MIN_UPLOAD_RATE = 256 << 10
+"""Bytes a second that an upload has to come with, beyond `read_timeout_s`."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ONCE = frozenset(
     {"authorization", "content-encoding", "content-length", "content-type", "host", "origin", "transfer-encoding"}
@@ -76,7 +81,8 @@ class Guard:
                 return
             caller = self._check(scope, headers)
             scope.setdefault("state", {})["caller"] = caller
-            await self._app(scope, _Body(receive, self._config).receive, watched)
+            limit, timeout_s = self._body_limits(scope, headers)
+            await self._app(scope, _Body(receive, limit, timeout_s).receive, watched)
         except ApiError as error:
             await _refuse(error, watched)
         finally:
@@ -92,12 +98,22 @@ class Guard:
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
-            if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-                raise ApiError(415, "content-type must be application/json", code="unsupported_media_type")
-            length = headers.get("content-length", "0")
-            if not length.isdigit() or int(length) > self._config.max_body_bytes:
-                raise _too_large(self._config)
+            wanted = "multipart/form-data" if scope["path"] in UPLOADS else "application/json"
+            if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
+                raise ApiError(415, f"content-type must be {wanted}", code="unsupported_media_type")
+            length, (limit, _) = headers.get("content-length", "0"), self._body_limits(scope, headers)
+            if not length.isdigit() or int(length) > limit:
+                raise _too_large(limit)
         return caller
+
+    def _body_limits(self, scope: Scope, headers: dict[str, str]) -> tuple[int, float]:
+        """Bytes that the body of a request may have, and seconds that it may take."""
+        config = self._config
+        if scope["path"] not in UPLOADS or config.batch_folder is None:
+            return config.max_body_bytes, config.read_timeout_s
+        limit, length = config.max_batch_file_bytes + FORM_BYTES, headers.get("content-length", "0")
+        seconds = min(int(length), limit) / MIN_UPLOAD_RATE if length.isdigit() else 0
+        return limit, config.read_timeout_s + seconds
 
     def _authenticate(self, headers: dict[str, str]) -> Caller:
         if not len(self._keys):
@@ -126,11 +142,12 @@ class Guard:
 class _Body:
     """A request's body, with a limit on its size and on the time that it takes to arrive."""
 
-    def __init__(self, receive: Receive, config: ServerConfig) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, timeout_s: float) -> None:
         self._receive = receive
-        self._config = config
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
         self._num_bytes = 0
-        self._deadline = time.monotonic() + config.read_timeout_s
+        self._deadline = time.monotonic() + timeout_s
         self._is_complete = False
 
     async def receive(self) -> Message:
@@ -139,18 +156,16 @@ class _Body:
         try:
             message = await asyncio.wait_for(self._receive(), max(self._deadline - time.monotonic(), 0.001))
         except TimeoutError:
-            message = f"the body took more than {self._config.read_timeout_s} s"
-            raise ApiError(408, message, code="slow_body") from None
+            raise ApiError(408, f"the body took more than {self._timeout_s:.0f} s", code="slow_body") from None
         self._num_bytes += len(message.get("body", b""))
-        if self._num_bytes > self._config.max_body_bytes:
-            raise _too_large(self._config)
+        if self._num_bytes > self._max_bytes:
+            raise _too_large(self._max_bytes)
         self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
         return message
 
 
-def _too_large(config: ServerConfig) -> ApiError:
-    message = f"the body is larger than {config.max_body_bytes:,} bytes"
-    return ApiError(413, message, code="body_too_large")
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
 
 
 def _headers(scope: Scope) -> dict[str, str]:

@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import re
 import textwrap
 from functools import cache
 from typing import Any
@@ -25,12 +26,18 @@ POSTS = {
     "/v1/chat/completions": schema.ChatRequest,
     "/v1/responses": schema.ResponsesRequest,
     "/v1/embeddings": schema.EmbeddingsRequest,
+    "/v1/batches": schema.BatchRequest,
     "/tokenize": schema.TokenizeRequest,
     "/detokenize": schema.DetokenizeRequest,
 }
 GETS = {
     "/v1/models": "The one model that is served.",
     "/v1/models/{name}": "The model, if it has this name.",
+    "/v1/files": "The caller's files, where the server keeps any.",
+    "/v1/files/{file_id}": "What is known of a file.",
+    "/v1/files/{file_id}/content": "The bytes of a file.",
+    "/v1/batches": "The caller's batches, where the server keeps any.",
+    "/v1/batches/{batch_id}": "How far a batch is.",
     "/health": "Whether the engine steps.",
     "/livez": "Whether the process responds.",
     "/readyz": "Whether a request would be taken.",
@@ -45,6 +52,7 @@ SUMMARIES = {
     "/v1/chat/completions": "Answer a conversation, by the model's own chat template.",
     "/v1/responses": "Answer a conversation, in the shape of OpenAI's Responses API. Nothing is stored.",
     "/v1/embeddings": "Embed prompts: one vector for each.",
+    "/v1/batches": "Answer the lines of a file, behind everything that somebody waits for.",
     "/tokenize": "Text to token ids.",
     "/detokenize": "Token ids to text.",
 }
@@ -58,8 +66,17 @@ EXAMPLES = {
     },
     "/v1/responses": {"model": "smollm2", "input": "What is the capital of France?", "max_output_tokens": 24},
     "/v1/embeddings": {"model": "smollm2", "input": ["The capital of France", "Paris"]},
+    "/v1/batches": {"input_file_id": "file-abc", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
     "/tokenize": {"prompt": "Hello"},
     "/detokenize": {"tokens": [19556]},
+}
+UPLOAD = {
+    "type": "object",
+    "required": ["file", "purpose"],
+    "properties": {
+        "file": {"type": "string", "format": "binary", "description": "One request a line, as JSON."},
+        "purpose": {"const": "batch"},
+    },
 }
 ERRORS = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 ABOUT = f"""OpenAI's API for one model, and what Quire adds to it. A key, where the server has keys, goes into the
@@ -83,15 +100,29 @@ def openapi() -> dict[str, Any]:
             "post": {
                 "summary": SUMMARIES.get(path, kind.__doc__),
                 "requestBody": {"required": True, "content": {"application/json": body}},
-                "responses": {"200": _response(path)} | errors,
+                "responses": {"200": _response(path, "post")} | errors,
             }
         }
     for path, summary in GETS.items():
-        paths[path] = {"get": {"summary": summary, "responses": {"200": _response(path)} | errors}}
+        paths.setdefault(path, {})["get"] = {
+            "summary": summary,
+            "responses": {"200": _response(path, "get")} | errors,
+        }
         if path in PUBLIC:
             paths[path]["get"]["security"] = []
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    paths["/v1/models/{name}"]["get"]["parameters"] = [name]
+    form = {"required": True, "content": {"multipart/form-data": {"schema": UPLOAD}}}
+    others = {
+        ("/v1/files", "post"): {"summary": "Keep a file for a batch.", "requestBody": form},
+        ("/v1/files/{file_id}", "delete"): {"summary": "Forget a file."},
+        ("/v1/batches/{batch_id}/cancel", "post"): {"summary": "End a batch; its answers so far stay."},
+    }
+    for (path, method), about in others.items():
+        paths.setdefault(path, {})[method] = about | {"responses": {"200": _response(path, method)} | errors}
+    for path, methods in paths.items():
+        names = re.findall(r"{(\w+)}", path)
+        parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names]
+        for operation in methods.values() if parameters else ():
+            operation["parameters"] = parameters
     return {
         "openapi": "3.1.0",
         "info": {"title": "Quire", "version": __version__, "description": " ".join(ABOUT.split())},
@@ -110,11 +141,12 @@ def openapi_json() -> bytes:
     return msgspec.json.encode(openapi())
 
 
-def _response(path: str) -> dict[str, Any]:
-    if path not in RESPONSES:
+def _response(path: str, method: str) -> dict[str, Any]:
+    shape = RESPONSES.get(f"{method.upper()} {path}", RESPONSES.get(path))
+    if shape is None:
         return {"description": "the response"}
-    content: dict[str, Any] = {"application/json": {"schema": RESPONSES[path]}}
-    if path not in POSTS or "stream" not in POSTS[path].__struct_fields__:
+    content: dict[str, Any] = {"application/json": {"schema": shape}}
+    if method != "post" or path not in POSTS or "stream" not in POSTS[path].__struct_fields__:
         return {"description": "the response", "content": content}
     content["text/event-stream"] = {"schema": {"type": "string"}}
     return {"description": "the response, or with `stream` its events", "content": content}

@@ -12,7 +12,7 @@ HeaderList = list[tuple[bytes, bytes]]
 EXPOSED = ("retry-after", IGNORED_FIELDS)
 """Headers of responses that a page may read, beside those that it always may."""
 PREFLIGHT: HeaderList = [
-    (b"access-control-allow-methods", b"GET, POST"),
+    (b"access-control-allow-methods", b"GET, POST, DELETE"),
     (b"access-control-allow-headers", b"authorization, content-type, *"),  # * does not stand for authorization
     (b"access-control-max-age", b"600"),
 ]

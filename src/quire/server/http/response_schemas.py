@@ -39,6 +39,40 @@ _MESSAGE = _object(role={"const": "assistant"}, content=_NULLABLE)
 _MESSAGE["properties"]["tool_calls"] = _list(_CALL)
 _MESSAGE["properties"]["reasoning_content"] = _TEXT | {"description": "What the model thought before its answer."}
 
+_FILE = _object(
+    id=_TEXT, object={"const": "file"}, bytes=_WHOLE, created_at=_WHOLE, filename=_TEXT,
+    purpose={"enum": ["batch", "batch_output"]}, status={"const": "processed"},
+)  # fmt: skip
+_BATCH = _object(
+    id=_TEXT,
+    object={"const": "batch"},
+    endpoint=_TEXT,
+    input_file_id=_TEXT,
+    completion_window=_TEXT,
+    status={
+        "enum": [
+            "validating",
+            "failed",
+            "in_progress",
+            "finalizing",
+            "completed",
+            "expired",
+            "cancelling",
+            "cancelled",
+        ]
+    },
+    output_file_id=_NULLABLE,
+    error_file_id=_NULLABLE,
+    created_at=_WHOLE,
+    expires_at=_WHOLE,
+    request_counts=_object(total=_WHOLE, completed=_WHOLE, failed=_WHOLE),
+)
+
+
+def _page(items: Any) -> dict[str, Any]:
+    return _object(object={"const": "list"}, data=_list(items), first_id=_NULLABLE, last_id=_NULLABLE, has_more=_BOOL)
+
+
 RESPONSES: dict[str, dict[str, Any]] = {
     "/v1/completions": _object(
         object={"const": "text_completion"},
@@ -86,6 +120,14 @@ RESPONSES: dict[str, dict[str, Any]] = {
         model=_TEXT,
         usage=_object(prompt_tokens=_WHOLE, total_tokens=_WHOLE, prompt_tokens_details=_CACHED),
     ),
+    "/v1/files": _FILE,
+    "GET /v1/files": _page(_FILE),
+    "/v1/files/{file_id}": _FILE,
+    "DELETE /v1/files/{file_id}": _object(id=_TEXT, object={"const": "file"}, deleted={"const": True}),
+    "/v1/batches": _BATCH,
+    "GET /v1/batches": _page(_BATCH),
+    "/v1/batches/{batch_id}": _BATCH,
+    "/v1/batches/{batch_id}/cancel": _BATCH,
     "/tokenize": _object(tokens=_list(_WHOLE), count=_WHOLE, max_model_len=_WHOLE),
     "/detokenize": _object(prompt=_TEXT),
     "/v1/models": _object(object={"const": "list"}, data=_list(_MODEL)),

@@ -16,9 +16,12 @@ from quire.async_llm.updates import Update, UpdateBuffer
 from quire.core.request import Request
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
+from quire.server.batches.store import Store
+from quire.server.batches.worker import Batches
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
+from quire.server.http.batch_routes import BatchRoutes
 from quire.server.http.docs_page import docs_page
 from quire.server.http.guard import PAGES, PUBLIC, Guard
 from quire.server.http.openapi import openapi_json
@@ -36,11 +39,13 @@ from quire.server.service import Service
 class Api:
     """The routes of the public port."""
 
-    def __init__(self, service: Service, config: ServerConfig, metrics: Metrics) -> None:
+    def __init__(self, service: Service, config: ServerConfig, metrics: Metrics, store: Store | None = None) -> None:
+        """`store` keeps files and batches; without one there are none."""
         self.service = service
         self.config = config
         self.metrics = metrics
         self._bodies = BodyReader(strict=config.strict_fields)
+        self.batches = Batches(store, service, self._bodies) if store else None
 
     def app(self, keys: Keys) -> "Guard":
         """An ASGI application: the guard, then the routes."""
@@ -51,6 +56,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
+            *BatchRoutes(self.batches, self.config, self._bodies).routes(),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health),

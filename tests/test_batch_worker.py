@@ -1,0 +1,218 @@
+"""The batches of a server, without one: their time, their limits, and what a crash at an unlucky moment leaves."""
+
+import asyncio
+import contextlib
+import json
+import time
+
+import pytest
+
+from quire import AsyncLLM
+from quire.core.request import MAX_PRIORITY
+from quire.server.batches import store as store_module
+from quire.server.batches import worker as worker_module
+from quire.server.batches.store import Store, StoredFile
+from quire.server.batches.worker import Batches
+from quire.server.errors import ApiError
+from quire.server.http.request_body import BodyReader
+from quire.server.openai import schema
+from quire.server.service import Caller, Service
+from tests.batch_files import completion, read_answers
+from tests.fake_llm import LONG_S, Gate, fake_llm
+
+CALLER = Caller("tenant")
+
+
+@contextlib.asynccontextmanager
+async def batches_in(folder, gate: Gate | None = None):
+    async with AsyncLLM.from_factory(lambda: fake_llm(gate)) as engine:
+        service, store = Service(engine, "toy", int(time.time())), Store(folder, 1 << 20)
+        batches = Batches(store, service, BodyReader(strict=False))
+        try:
+            yield batches
+        finally:
+            if gate:
+                gate.open()
+            await batches.stop()
+            service.close()
+            store.close()
+
+
+async def add_batch(batches: Batches, count: int = 12, caller: Caller = CALLER, **body):
+    tenant, part = batches.tenant(caller), batches.tenant(caller).new_part()
+    part.write_text("".join(json.dumps(completion(f"{i}", **body)) + "\n" for i in range(count)))
+    name = f"file-{len(tenant.files):032x}"
+    file = StoredFile(id=name, bytes=part.stat().st_size, created_at=0, filename="a", purpose="batch")
+    tenant.num_bytes += file.bytes
+    await tenant.add_file(file, part)
+    request = schema.BatchRequest(input_file_id=name, endpoint="/v1/completions", completion_window="24h")
+    return await batches.create(caller, request)
+
+
+async def ended(batch):
+    async with asyncio.timeout(LONG_S):
+        while not batch.has_ended:
+            await asyncio.sleep(0.005)
+    return batch
+
+
+def answers_of(batches: Batches, file_id: str | None, caller: Caller = CALLER):
+    assert file_id
+    tenant = batches.tenant(caller)
+    return read_answers(tenant.path(tenant.file(file_id)))
+
+
+def run(function) -> None:
+    asyncio.run(asyncio.wait_for(function(), LONG_S))
+
+
+def test_lines_that_are_not_done_in_time_are_errors(tmp_path, monkeypatch):
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.let(7)
+            batch = await add_batch(batches)
+            await asyncio.to_thread(gate.wait_until_held)
+            num_done = batch.completed
+            batch.expires_at = 0
+            await batches.stop()
+            batches.go_on([CALLER.tenant])
+            gate.open()
+            assert (await ended(batch)).status == "expired"
+            errors = answers_of(batches, batch.error_file_id)
+            done = answers_of(batches, batch.output_file_id) if batch.output_file_id else []
+            assert num_done <= len(done) < 12
+            assert {error["error"]["code"] for error in errors} == {"batch_expired"}
+            assert [one["custom_id"] for one in done + errors] == [str(i) for i in range(12)]
+            assert (batch.completed, batch.failed) == (len(done), len(errors))
+            assert batch.expired_at
+
+    run(go)
+
+
+def test_lines_run_at_the_lowest_priority_and_as_many_as_there_are_rows(tmp_path):
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.let(14)
+            both = [await add_batch(batches, 40, caller, max_tokens=8) for caller in (CALLER, Caller("another"))]
+            await asyncio.to_thread(gate.wait_until_held)
+            await asyncio.sleep(0.05)
+            streams = batches._service.engine.streams
+            assert {stream.request.priority for stream in streams} == {-MAX_PRIORITY}
+            assert 0 < len(streams) <= batches._service.engine.llm.engine.config.max_num_seqs
+            assert {stream.request.cache_salt for stream in streams} == {CALLER.salt(""), Caller("another").salt("")}
+            gate.open()
+            for batch in both:
+                assert (await ended(batch)).completed == 40
+
+    run(go)
+
+
+@pytest.mark.parametrize("where", ["add_file", "save", "become"])
+def test_a_crash_while_files_are_made_changes_nothing(tmp_path, monkeypatch, where):
+    """Whatever of them was there is made again, under the same names."""
+
+    class Crash(BaseException):
+        """As much of an end as a signal."""
+
+    async def go():
+        kind = store_module.StoredBatch if where == "become" else store_module.Tenant
+        original, at = getattr(kind, where), {"add_file": 1, "save": 2, "become": 3}[where]
+        async with batches_in(tmp_path) as batches:
+            batch = await add_batch(batches, 6)
+            seen = 0
+
+            def crash(self, *how):
+                nonlocal seen
+                if batch.status == "finalizing" or where == "become":
+                    seen += 1
+                    if seen == at:
+                        raise Crash
+                return original(self, *how)
+
+            monkeypatch.setattr(kind, where, crash)
+            worker = batches._workers[CALLER.tenant]
+            with pytest.raises(Crash):
+                await worker
+            monkeypatch.undo()
+        async with batches_in(tmp_path) as batches:
+            batches.go_on([CALLER.tenant])
+            tenant = batches.tenant(CALLER)
+            (batch,) = tenant.batches.values()
+            assert (await ended(batch)).status == "completed"
+            await asyncio.gather(*batches._workers.values())
+            assert [answer["custom_id"] for answer in answers_of(batches, batch.output_file_id)] == list("012345")
+            assert len(tenant.files) == 2
+            assert tenant.num_bytes == sum(file.bytes for file in tenant.files.values())
+            assert not list(tmp_path.rglob("*.part"))
+            assert not list(tmp_path.rglob("*.jsonl"))
+
+    run(go)
+
+
+def test_batches_of_a_key_that_is_gone_wait_until_it_is_back(tmp_path):
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            batch = await add_batch(batches)
+            await asyncio.to_thread(gate.wait_until_held)
+        async with batches_in(tmp_path) as batches:
+            batches.go_on(["another"])
+            await asyncio.sleep(0.05)
+            assert not batches._workers
+        async with batches_in(tmp_path) as batches:
+            batches.go_on(["another", CALLER.tenant])
+            batch = batches.tenant(CALLER).batch(batch.id)
+            assert (await ended(batch)).completed == 12
+
+    run(go)
+
+
+def test_batches_are_bounded_and_the_oldest_that_ended_is_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "MAX_OPEN_BATCHES", 2)
+    monkeypatch.setattr(store_module, "MAX_BATCHES", 3)
+    monkeypatch.setattr(worker_module, "MAX_LINES", 5)
+
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            made = [await add_batch(batches, 3) for _ in range(2)]
+            with pytest.raises(ApiError, match="2 batches have not ended"):
+                await add_batch(batches, 3)
+            gate.open()
+            for batch in made:
+                await ended(batch)
+            too_long = await ended(await add_batch(batches, 6))
+            assert too_long.status == "failed"
+            assert too_long.errors
+            assert "6 lines" in too_long.errors[0]["message"]
+            await ended(await add_batch(batches, 3))
+            assert len(batches.tenant(CALLER).batches) == 3
+            with pytest.raises(ApiError, match="no batch"):
+                batches.tenant(CALLER).batch(made[0].id)
+
+    run(go)
+
+
+def test_a_batch_is_cancelled_whatever_it_does(tmp_path):
+    """At once, while it is read, while it waits behind another and while it runs."""
+
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            running, waiting = [await add_batch(batches) for _ in range(2)]
+            at_once = await add_batch(batches)
+            await batches.cancel(CALLER, at_once.id)
+            await asyncio.to_thread(gate.wait_until_held)
+            await batches.cancel(CALLER, waiting.id)
+            await batches.cancel(CALLER, running.id)
+            gate.open()
+            for batch in (running, waiting, at_once):
+                assert (await ended(batch)).status == "cancelled"
+                assert (batch.completed, batch.output_file_id) == (0, None)
+
+    run(go)
