@@ -119,7 +119,7 @@ def decode_step(work: Work, topology: Topology, *, rows: int, context: int) -> S
     """Every row has so many positions of context and gets one token."""
     kv_bytes = sum(kind.count * kind.visible(context) * kind.kv_bytes_per_token for kind in work.layers)
     scores = sum(kind.count * kind.visible(context) * kind.num_heads * kind.head_dim for kind in work.layers)
-    return _step(work, topology, tokens=rows, samples=rows, kv_bytes=rows * kv_bytes, scores=rows * scores)
+    return step_time(work, topology, tokens=rows, samples=rows, kv_bytes=rows * kv_bytes, scores=rows * scores)
 
 
 def prefill_step(work: Work, topology: Topology, *, tokens: int) -> StepTime:
@@ -129,11 +129,11 @@ def prefill_step(work: Work, topology: Topology, *, tokens: int) -> StepTime:
         kind.count * sum(map(kind.visible, range(1, tokens + 1))) * kind.num_heads * kind.head_dim
         for kind in work.layers
     )
-    return _step(work, topology, tokens=tokens, samples=1, kv_bytes=kv_bytes, scores=scores)
+    return step_time(work, topology, tokens=tokens, samples=1, kv_bytes=kv_bytes, scores=scores)
 
 
-def _step(work: Work, topology: Topology, *, tokens: int, samples: int, kv_bytes: int, scores: int) -> StepTime:
-    """`scores`: numbers of Q that meet one of K; as many of the weights meet one of V."""
+def step_time(work: Work, topology: Topology, *, tokens: int, samples: int, kv_bytes: int, scores: int) -> StepTime:
+    """A step of any kind. `scores`: numbers of Q that meet one of K; as many of the weights meet one of V."""
     logits_bytes = 2 * samples * work.vocab_size * LOGITS_ITEMSIZE  # written once, read once
     flops = 2 * (tokens * (work.params_per_token - work.unembed_params) + samples * work.unembed_params) + 4 * scores
     sums, chip = collectives(work, topology, tokens), topology.chip

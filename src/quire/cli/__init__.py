@@ -35,6 +35,8 @@ PLAN_KNOBS = (
     "matmul",
 )
 """The fields of EngineConfig that decide what an engine takes of a device."""
+SIMULATE_KNOBS = (*PLAN_KNOBS, "num_host_pages", "prefix_cache", "preemption")
+"""Those that decide what a scheduler does, too."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     _models_parser(commands)
     _plan_parser(commands)
     _replay_parser(commands)
+    _simulate_parser(commands)
     _doctor_parser(commands)
     return parser
 
@@ -151,6 +154,10 @@ def _run(args: argparse.Namespace) -> int:
         from quire.cli import replay
 
         return replay.run(args)
+    if args.command == "simulate":
+        from quire.cli import simulate
+
+        return simulate.run(args)
     from quire.cli import chat
 
     return chat.run(args)
@@ -227,6 +234,7 @@ def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "fork": "many samples of one prompt",
         "prefix": "first token of a known prompt, and of a new one",
         "host": "what the host adds to each token",
+        "steps": "what steps cost, for quire simulate",
     }
     listed = ", ".join(f"{kind} ({text})" for kind, text in kinds.items())
     parser.add_argument("kind", metavar="KIND", choices=list(kinds), help=listed)
@@ -295,6 +303,51 @@ def _replay_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = "Run the scheduler over a recording, without a device, and say whether every decision is the same."
     parser = commands.add_parser("replay", help="decide again what was recorded, and compare", description=text)
     parser.add_argument("file", metavar="FILE", help="what --record wrote")
+
+
+def _simulate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
+    text = (
+        "What a fleet of engines would do with some traffic: real schedulers, pages and routing under a clock, without "
+        "a device. Steps cost what quire bench steps measured here, or what quire plan says of a chip at best."
+    )
+    parser = commands.add_parser("simulate", help="what a fleet would do with some traffic", description=text)
+    group = parser.add_argument_group("cost of a step")
+    group.add_argument("--calibration", metavar="FILE", help="what quire bench steps MODEL --json FILE measured")
+    text = "or a folder with config.json, a config.json or a GGUF file, with --topology"
+    group.add_argument("--model", metavar="MODEL", help=text)
+    group.add_argument("--topology", metavar="NAME", help="chips of one replica: v5e:2x2, v6e:1x1, h100:8, ...")
+    text = "share of the data sheet's speed that steps reach; 1, the bound itself, is never reached (1)"
+    group.add_argument("--efficiency", type=float, default=1.0, metavar="F", help=text)
+    group = parser.add_argument_group("traffic")
+    text = "a CSV of num_prefill_tokens, num_decode_tokens and perhaps arrived_at, as in bench/traces"
+    group.add_argument("--trace", metavar="FILE", help=text)
+    group.add_argument("--recording", metavar="FILE", help="or what --record wrote")
+    text = "the first N; a trace begins anew when it ends (all of it)"
+    group.add_argument("--requests", type=int, metavar="N", help=text)
+    group.add_argument("--scale", type=float, default=1.0, metavar="S", help="lengths, of the trace's (1)")
+    text = "requests a second, one line for each (as the trace says)"
+    group.add_argument("--rate", type=_rates, default=[None], metavar="R,...", help=text)
+    text = "every prompt begins with one of G beginnings of N tokens"
+    group.add_argument("--shared-prefix", type=_numbers, metavar="N,G", help=text)
+    group = parser.add_argument_group("fleet")
+    group.add_argument("--replicas", type=_numbers, default=[1], metavar="N,...", help="engines, one line for each (1)")
+    group.add_argument("--routing", default="prefix", metavar="NAME", help="prefix, least or turns (prefix)")
+    text = "find the fewest replicas whose 95th percentile of the time to the first token is at most this"
+    group.add_argument("--target-first-token", type=float, metavar="S", help=text)
+    text = "the same for the time between tokens"
+    group.add_argument("--target-inter-token", type=float, metavar="S", help=text)
+    text = "try values of a flag below, or of routing, one line for each: page_size=8,16,64"
+    group.add_argument("--sweep", metavar="NAME=A,...", help=text)
+    parser.add_argument("--json", metavar="FILE", help="one JSON object a line; - for standard output")
+    _engine_flags(parser, only=SIMULATE_KNOBS, **dict.fromkeys(SIMULATE_KNOBS))
+
+
+def _rates(text: str) -> list[float | None]:
+    """Numbers above 0 from a text such as `0.5,1,2`."""
+    numbers = [float(part) for part in text.split(",")]
+    if not all(0 < number < 1e9 for number in numbers):
+        raise ValueError(text)
+    return list(numbers)
 
 
 def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:

@@ -12,6 +12,7 @@ from quire import LLM
 from quire.bench import measure
 from quire.bench.http_client import UnreachableError
 from quire.bench.measure import Result
+from quire.bench.steps import calibrate
 from quire.cli import engine_knobs
 
 
@@ -32,7 +33,11 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.kind} needs MODEL, a folder, a GGUF file or a name on the hub (org/name)")
     if args.kind == "serve" and args.trace is None:
         raise ValueError("serve needs --trace FILE, a CSV of arrivals such as bench/traces/azure_conv_2023.csv")
+    if args.kind == "steps" and args.json in (None, "-"):
+        raise ValueError("steps needs --json FILE: quire simulate --calibration FILE reads it")
     with LLM(args.model, revision=args.revision, quiet=args.json == "-", **_knobs(args)) as llm:
+        if args.kind == "steps":
+            return _calibrate(args, llm)
         return _print(args, _measure(args, llm))
 
 
@@ -42,6 +47,14 @@ def _print(args: argparse.Namespace, results: Iterator[Result]) -> int:
     else:
         with open(args.json, "w") as file:
             _write(results, file, as_json=True)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace, llm: LLM) -> int:
+    sizes = {"rows": args.rows, "prompt_len": args.prompt_len, "new_tokens": args.new_tokens, "repeats": args.repeats}
+    calibration = calibrate(llm, model=Path(args.model).name, **sizes)
+    calibration.save(Path(args.json))
+    print(f"{args.json}: half of the steps measured are within {calibration.error:.1%} of what it says")
     return 0
 
 
@@ -82,7 +95,7 @@ def _knobs(args: argparse.Namespace) -> Result:
     longest = max(args.contexts) if args.kind == "latency" else args.prompt_len
     knobs["max_num_seqs"] = knobs["max_num_seqs"] or most_rows
     knobs["max_num_batched_tokens"] = max(knobs["max_num_batched_tokens"], knobs["max_num_seqs"])
-    if args.kind != "serve":
+    if args.kind not in ("serve", "steps"):
         knobs["max_model_len"] = knobs["max_model_len"] or longest + args.new_tokens
     return knobs
 

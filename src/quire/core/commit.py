@@ -22,8 +22,18 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
         sequence = sample.sequence
         if sequence.state is SequenceState.FINISHED:
             continue  # aborted while the step was in flight
+        tokens = all_tokens[i]
+        if tokens[-1] >= 0 and _is_plain(sequence, tokens):
+            output, most = sequence.output_token_ids, sequence.max_tokens
+            if len(output) + len(tokens) > most:
+                tokens = tokens[: most - len(output)]
+            output += tokens
+            sequence.num_tokens += len(tokens)
+            sequence.weight_versions += [version] * len(tokens)
+            events.append(TokenEvent(sequence, tuple(tokens), FinishReason.LENGTH if len(output) >= most else None))
+            continue
         reason, accepted = None, []
-        for round_, token_id in enumerate(all_tokens[i]):
+        for round_, token_id in enumerate(tokens):
             if token_id < 0:
                 break
             sequence.output_token_ids.append(token_id)
@@ -37,6 +47,15 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
                 break
         events.append(TokenEvent(sequence, tuple(accepted), reason))
     return events
+
+
+def _is_plain(sequence: Sequence, tokens: list[int]) -> bool:
+    """Whether nothing is to be said or judged of each of these by itself: they are accepted in one go."""
+    params = sequence.params
+    if params.logprobs is not None or sequence.grammar is not None or params.stop:
+        return False
+    stop_ids = params.stop_token_ids
+    return sequence.eos_ids.isdisjoint(tokens) and not (stop_ids and any(stop in tokens for stop in stop_ids))
 
 
 def accept_scores(plan: StepPlan, result: StepResult) -> None:

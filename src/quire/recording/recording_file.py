@@ -87,20 +87,28 @@ class RecordingWriter:
         os.close(self._file)
 
 
-def read_records(path: Path) -> Iterator[Record | dict[str, Any]]:
-    """Every record of a file, the header first. RecordingError at the end of what can be read of a broken one."""
-    number = 0
-    for line in _lines(path):
-        number += 1
+def read_records(path: Path) -> tuple[dict[str, Any], Iterator[Record]]:
+    """The header of a file, and what gives every other record. RecordingError at the end of what can be read."""
+    values = _values(path)
+    header = next(values, None)
+    if not isinstance(header, dict):
+        raise RecordingError(f"{path.name} has no header")
+    return header, _records(path, values)
+
+
+def _records(path: Path, values: Iterator[Any]) -> Iterator[Record]:
+    for number, value in enumerate(values, 2):
+        if not isinstance(value, list) or not value:
+            raise RecordingError(f"{path.name}, line {number} is no record")
+        yield value
+
+
+def _values(path: Path) -> Iterator[Any]:
+    for number, line in enumerate(_lines(path), 1):
         try:
-            record = json.loads(line)
+            yield json.loads(line)
         except (ValueError, RecursionError):
             raise RecordingError(f"{path.name}, line {number} is not JSON: {line[:40]!r}") from None
-        if not isinstance(record, dict if number == 1 else list) or not record:
-            raise RecordingError(f"{path.name}, line {number} is no record: {line[:40]!r}")
-        yield record
-    if not number:
-        raise RecordingError(f"{path.name} is empty")
 
 
 def _lines(path: Path) -> Iterator[bytes]:

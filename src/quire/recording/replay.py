@@ -142,7 +142,14 @@ class KnownNames(PrefixCache):
 class Replay:
     """One scheduler that is told what the recorded one was told."""
 
-    def __init__(self, header: Header, kind: Callable[..., WatchedScheduler] = WatchedScheduler) -> None:
+    def __init__(
+        self,
+        header: Header,
+        kind: Callable[..., WatchedScheduler] = WatchedScheduler,
+        on_end: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        """`on_end` gets every sequence that has ended."""
+        self._on_end = on_end
         self.scheduler = scheduler = header.config.build(kind)
         scheduler.costs.seconds_per_move = header.seconds_per_move
         scheduler.costs.pages_per_move = header.pages_per_move
@@ -327,6 +334,8 @@ class Replay:
             key = (sequence.arrival, sequence.index)
             if sequence.state is SequenceState.FINISHED and self._alive.pop(key, None) is not None:
                 self._num_live_tokens -= sequence.num_output
+                if self._on_end:
+                    self._on_end(sequence)
                 if self._names:
                     self._names.forget(key)
                 if all(member.state is SequenceState.FINISHED for member in sequence.family):
@@ -353,11 +362,11 @@ def _real(value: Any) -> float:
 
 def replay(path: Path, kind: Callable[..., WatchedScheduler] = WatchedScheduler) -> ReplayResult:
     """Run a recording through a scheduler, up to the first difference. RecordingError if the file is not whole."""
-    records = read_records(path)
-    one = Replay(read_header(next(records)), kind)  # pyright: ignore[reportArgumentType]
+    header, records = read_records(path)
+    one = Replay(read_header(header), kind)
     try:
         for record in records:
-            difference = one.tell(record)  # pyright: ignore[reportArgumentType]
+            difference = one.tell(record)
             if difference is not None:
                 one.result.difference = difference
                 break
