@@ -88,7 +88,7 @@ async def serve(
             await rpc.start(service)
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
-        app = Api(service, config, metrics).app(keys)
+        app = Api(service, config, metrics).app(keys, admin_keys)
         serving = await running.enter_async_context(_serving(app, config, listener))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
@@ -111,10 +111,11 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
         )
     if keys.overlaps(admin_keys):
         raise ValueError("--admin-key is an API key too: whoever may ask could also administer; give another one")
-    if config.admin_port is not None and not len(admin_keys):
-        raise ValueError(
-            "--admin-port needs --admin-key, --admin-key-file or QUIRE_ADMIN_KEY: what it does is not for everybody"
-        )
+    for flag, is_given in (("--admin-port", config.admin_port is not None), ("--kv-events", config.kv_events)):
+        if is_given and not len(admin_keys):
+            raise ValueError(
+                f"{flag} needs --admin-key, --admin-key-file or QUIRE_ADMIN_KEY: what it tells is not for everybody"
+            )
 
 
 def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":
