@@ -48,6 +48,7 @@ def test_a_shell_can_complete(capsys):
         (["--api-key", "short"], "at least 8 printable ASCII characters"),
         (["--port", "99999"], "port=99999 must be a whole number from 0 to 65,535"),
         (["--admin-port", "0"], "--admin-port needs --admin-key"),
+        (["--kv-events"], "--kv-events needs --admin-key"),
         (["--port", "9000", "--grpc-port", "9000"], "port=9000, grpc_port=9000, admin_port=None must differ"),
         (["--max-queued-requests", "0"], "max_queued_requests=0 must be a whole number from 1"),
         (["--api-key-file", "nowhere"], "--api-key-file nowhere cannot be read"),

@@ -198,6 +198,11 @@ class AsyncLLM:
         return self._is_loaded and self._streams.is_open and self.engines.is_any_open
 
     @property
+    def is_draining(self) -> bool:
+        """Whether it was told to take no more requests, by `drain` or `close`."""
+        return not self._streams.is_open
+
+    @property
     def is_healthy(self) -> bool:
         """Whether every engine steps, or waits for something to do."""
         return not self.engines.silent

@@ -5,7 +5,7 @@ told apart by how many tokens are under way on it. One that does not respond, or
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -51,11 +51,25 @@ class Engines:
     def __len__(self) -> int:
         return len(self.threads)
 
+    def listen(self, listener: Callable[[int, PageBatch], object]) -> Callable[[], None]:
+        """Once all are loaded: have each tell of its pages, now and whenever they change; returns what ends that.
+
+        The listener gets the engine's number and a batch on the engine's thread: it returns at once and does not raise.
+        """
+        listeners = [(thread, partial(listener, i)) for i, thread in enumerate(self.threads)]
+
+        def stop() -> None:
+            for thread, each in listeners:
+                thread.call(partial(thread.pages.remove, listener=each))
+
+        for thread, each in listeners:
+            thread.call(partial(thread.pages.add, listener=each))
+        return stop
+
     def watch_pages(self) -> None:
-        """Once all are loaded: have each tell of its pages, where that decides anything."""
+        """Once all are loaded: know who has which pages, where that decides anything."""
         if len(self) > 1:
-            for i, thread in enumerate(self.threads):
-                thread.call(partial(thread.pages.add, listener=partial(self._on_pages, i)))
+            self.listen(self._on_pages)
 
     def _on_pages(self, engine: int, batch: PageBatch) -> None:
         with self._lock:

@@ -5,6 +5,7 @@ tokens' text, jax, and how a request or a report travels.
 """
 
 from quire.routing.prefix_index import PrefixIndex, prompt_hashes
+from quire.routing.replica_feed import ReplicaFeed
 from quire.routing.router import Choice, Load, Router
 
-__all__ = ["Choice", "Load", "PrefixIndex", "Router", "prompt_hashes"]
+__all__ = ["Choice", "Load", "PrefixIndex", "ReplicaFeed", "Router", "prompt_hashes"]

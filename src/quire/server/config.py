@@ -44,6 +44,9 @@ class ServerConfig:
     write_timeout_s: int = knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
     request_timeout_s: int = knob(3600, "seconds a request may take; clients may set less", expert=True)
     drain_timeout_s: int = knob(300, "seconds that running requests have to finish after SIGTERM", expert=True)
+    kv_events: bool = knob(
+        False, "GET /v1/kv_events, for routers with an admin key: which pages are cached, by their hashes", expert=True
+    )
     otlp_endpoint: str | None = knob(
         None, "where OpenTelemetry's spans and metrics go, such as http://127.0.0.1:4318", expert=True
     )

@@ -92,7 +92,7 @@ async def serve(
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
         api = Api(service, config, metrics, store)
-        app = api.app(keys)
+        app = api.app(keys, admin_keys)
         if api.batches and store:
             running.callback(store.close)
             running.push_async_callback(api.batches.stop)
@@ -121,10 +121,11 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
         )
     if keys.overlaps(admin_keys):
         raise ValueError("--admin-key is an API key too: whoever may ask could also administer; give another one")
-    if config.admin_port is not None and not len(admin_keys):
-        raise ValueError(
-            "--admin-port needs --admin-key, --admin-key-file or QUIRE_ADMIN_KEY: what it does is not for everybody"
-        )
+    for flag, is_given in (("--admin-port", config.admin_port is not None), ("--kv-events", config.kv_events)):
+        if is_given and not len(admin_keys):
+            raise ValueError(
+                f"{flag} needs --admin-key, --admin-key-file or QUIRE_ADMIN_KEY: what it tells is not for everybody"
+            )
 
 
 def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":

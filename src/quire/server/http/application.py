@@ -1,6 +1,6 @@
 """Routes as an ASGI application: behind the guard, with every error in OpenAI's shape."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -25,9 +25,13 @@ def guarded(
     config: ServerConfig,
     *,
     public: frozenset[str],
+    keys_of: Mapping[str, Keys] | None = None,
     origins: Sequence[str] = (),
 ) -> Guard:
-    """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask."""
+    """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask.
+
+    `keys_of` has the paths that need other keys than the rest.
+    """
     # By name, because Starlette raises again what only `Exception` catches.
     kinds = (
         ApiError, OverloadError, GenerationError, ClientDisconnect, RecursionError, ValueError, Exception,
@@ -35,7 +39,7 @@ def guarded(
     handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, keys, config, public, AllowedOrigins(origins))
+    return Guard(app, keys, config, public, AllowedOrigins(origins), keys_of or {})
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -68,9 +68,8 @@ class Admin:
         self.service = service
         self.config = config
         self.trace_log = trace_log
-        self._shared = [
-            SharedReading(partial(self._read_pages, i), READ_EVERY_S) for i in range(len(service.engine.engines))
-        ]
+        self._shared: dict[int, SharedReading[bytes]] = {}
+        """Of each engine that somebody looks at."""
 
     def app(self, keys: Keys) -> Guard:
         """An ASGI application: the guard, then the routes."""
@@ -96,10 +95,12 @@ class Admin:
 
     async def pages(self, request: HttpRequest) -> Response:
         """`/debug/pages?engine=N`: every page that somebody holds, who runs and waits, and the last two minutes."""
-        number, count = request.query_params.get("engine", "0"), len(self._shared)
-        if not re.fullmatch(r"[0-9]{1,9}", number) or int(number) >= count:
+        given, count = request.query_params.get("engine", "0"), len(self.service.engine.engines)
+        if not re.fullmatch(r"[0-9]{1,9}", given) or int(given) >= count:
             raise ApiError(400, f"engine must be a whole number from 0 to {count - 1}", param="engine")
-        return json_response(await self._shared[int(number)].get())
+        number = int(given)
+        shared = self._shared.setdefault(number, SharedReading(partial(self._read_pages, number), READ_EVERY_S))
+        return json_response(await shared.get())
 
     async def _read_pages(self, number: int) -> bytes:
         def take(engine: Engine) -> tuple[EngineStats, Snapshot]:
@@ -216,8 +217,8 @@ class Admin:
 
     async def _call_all(self, function: Any, timeout_s: float = ENGINE_TIMEOUT_S) -> list[Any]:
         """What a function returns of every engine that responds; an error if there is none."""
-        silent = self.service.engine.engines.silent
-        numbers = [i for i in range(len(self._shared)) if i not in silent] or [0]
+        engines = self.service.engine.engines
+        numbers = [i for i in range(len(engines)) if i not in engines.silent] or [0]
         return await asyncio.gather(*(self._call(function, i, timeout_s) for i in numbers))
 
 

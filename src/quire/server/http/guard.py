@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -43,12 +44,19 @@ class Guard:
     """An ASGI application that lets requests with a valid key through to another one."""
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, config: ServerConfig, public: frozenset[str], origins: AllowedOrigins
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        config: ServerConfig,
+        public: frozenset[str],
+        origins: AllowedOrigins,
+        keys_of: Mapping[str, Keys],
     ) -> None:
         self._app = app
         self._origins = origins
         self._public = public
         self._keys = keys
+        self._keys_of = keys_of
         self._config = config
         self._names = LOCAL_NAMES | {config.host, *config.allow_host}
 
@@ -94,7 +102,8 @@ class Guard:
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
         """The caller of a request; ApiError if it may not be made."""
-        caller = Caller() if scope["path"] in self._public else self._authenticate(headers)
+        path = scope["path"]
+        caller = Caller() if path in self._public else self._authenticate(headers, self._keys_of.get(path, self._keys))
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
@@ -115,11 +124,11 @@ class Guard:
         seconds = min(int(length), limit) / MIN_UPLOAD_RATE if length.isdigit() else 0
         return limit, config.read_timeout_s + seconds
 
-    def _authenticate(self, headers: dict[str, str]) -> Caller:
-        if not len(self._keys):
+    def _authenticate(self, headers: dict[str, str], keys: Keys) -> Caller:
+        if not len(keys):
             self._check_local(headers)
             return Caller()
-        tenant = self._keys.find_bearer(headers.get("authorization", ""))
+        tenant = keys.find_bearer(headers.get("authorization", ""))
         if tenant is None:
             raise ApiError(
                 401,

@@ -8,7 +8,6 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from quire import __version__
 from quire.async_llm.stream import Stream
@@ -23,7 +22,9 @@ from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
 from quire.server.http.batch_routes import BatchRoutes
 from quire.server.http.docs_page import docs_page
+from quire.server.http.event_response import EventResponse, until_gone
 from quire.server.http.guard import PAGES, PUBLIC, Guard
+from quire.server.http.kv_events import KVEvents
 from quire.server.http.openapi import openapi_json
 from quire.server.http.pages import html_response, page_response
 from quire.server.http.request_body import BodyReader
@@ -34,6 +35,8 @@ from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
 from quire.server.openai.responses import parse_response
 from quire.server.service import Service
+
+KV_EVENTS = "/v1/kv_events"
 
 
 class Api:
@@ -46,9 +49,10 @@ class Api:
         self.metrics = metrics
         self._bodies = BodyReader(strict=config.strict_fields)
         self.batches = Batches(store, service, self._bodies) if store else None
+        self._kv_events = KVEvents(service, config.write_timeout_s)
 
-    def app(self, keys: Keys) -> "Guard":
-        """An ASGI application: the guard, then the routes."""
+    def app(self, keys: Keys, operator_keys: Keys | None = None) -> "Guard":
+        """An ASGI application: the guard, then the routes. What is for operators needs a key of theirs to be there."""
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
@@ -66,10 +70,16 @@ class Api:
             Route("/version", self.version),
             Route("/openapi.json", self.openapi),
         ]
-        pages = [Route("/", self.page), Route("/docs", self.docs)]
-        if not self.config.page:
-            return guarded(routes, keys, self.config, public=PUBLIC - PAGES, origins=self.config.allow_origin)
-        return guarded([*routes, *pages], keys, self.config, public=PUBLIC, origins=self.config.allow_origin)
+        keys_of = {}
+        if self.config.kv_events and operator_keys:
+            routes.append(Route(KV_EVENTS, self.kv_events))
+            keys_of[KV_EVENTS] = operator_keys
+        public = PUBLIC
+        if self.config.page:
+            routes += [Route("/", self.page), Route("/docs", self.docs)]
+        else:
+            public -= PAGES
+        return guarded(routes, keys, self.config, public=public, keys_of=keys_of, origins=self.config.allow_origin)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -201,6 +211,10 @@ class Api:
         body, content_type = await self.metrics.read()
         return Response(body, media_type=content_type)
 
+    async def kv_events(self, request: HttpRequest) -> Response:
+        """`GET /v1/kv_events`: the names of cached pages as they come and go, for operators."""
+        return self._kv_events.response()
+
     async def version(self, request: HttpRequest) -> Response:
         """`GET /version`: the version of Quire."""
         return json_response({"version": __version__})
@@ -223,42 +237,27 @@ class Api:
 # -- streams ----------------------------------------------------------------------------------------------------------
 
 
-class EventStream(Response):
-    """A response of server-sent events. It ends when its client goes, or stops reading."""
+class EventStream(EventResponse):
+    """What streams generate, as server-sent events."""
 
     def __init__(self, parsed: ParsedRequest, streams: list[Stream], service: Service, write_timeout_s: float) -> None:
-        super().__init__(media_type="text/event-stream")
-        self.headers["cache-control"] = "no-cache"
-        del self.headers["content-length"]
+        super().__init__(write_timeout_s)
         self._parsed = parsed
         self._streams = streams
         self._service = service
-        self._write_timeout_s = write_timeout_s
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send events until the response is complete, or its client is gone."""
-        gone = asyncio.create_task(_until_gone(receive))
-        sent = asyncio.create_task(self._send_all(send))
-        try:
-            await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
-            if sent.done() and (error := sent.exception()) and not isinstance(error, OSError | TimeoutError):
-                raise error
-        finally:
-            gone.cancel()
-            sent.cancel()
-            self._service.cancel(self._streams)
+    def close(self) -> None:
+        """End the streams that have not ended."""
+        self._service.cancel(self._streams)
 
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def events(self) -> AsyncIterator[bytes]:
+        """The events of the formatter, and how its API ends a stream."""
         async for event in self._events():
             # Events that have a type are named by it, too.
             name = f"event: {event['type']}\n".encode() if "type" in event else b""
-            await self._send(send, name + b"data: " + _encode(event) + b"\n\n", more=True)
-        await self._send(send, b"data: [DONE]\n\n" if self._parsed.formatter.ends_with_done else b"", more=False)
-
-    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
-        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
-        await asyncio.wait_for(send(message), self._write_timeout_s)
+            yield name + b"data: " + _encode(event) + b"\n\n"
+        if self._parsed.formatter.ends_with_done:
+            yield b"data: [DONE]\n\n"
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         formatter, streams = self._parsed.formatter, self._streams
@@ -320,7 +319,7 @@ async def _collect(streams: list[Stream]) -> list[list[Update]]:
 
 async def _unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) -> T:
     """What some work comes to; it is cancelled if the client goes."""
-    gone = asyncio.create_task(_until_gone(request.receive))
+    gone = asyncio.create_task(until_gone(request.receive))
     task = asyncio.create_task(work)
     try:
         await asyncio.wait((gone, task), return_when=asyncio.FIRST_COMPLETED)
@@ -330,11 +329,6 @@ async def _unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) ->
     finally:
         gone.cancel()
         task.cancel()
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
