@@ -1,5 +1,8 @@
 """A router that hears of a replica by its events: it knows what the replica has, and is not fooled."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from quire.routing import Choice, ReplicaFeed, Router, prompt_hashes
@@ -69,3 +72,11 @@ def test_what_no_server_sends_is_refused(kind, data, message):
     feed = fed(Router())
     with pytest.raises(ValueError, match=message):
         feed.take(kind, data)
+
+
+def test_the_documented_example_says_what_it_says():
+    text = (Path(__file__).parents[2] / "docs/replicas.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "ReplicaFeed" in code]
+    names = {"pods": ["pod-a", "pod-b"], "token_ids": list(range(100))}
+    exec(compile(code, "docs/replicas.md", "exec"), names)
+    assert repr(tuple(names["choice"]))[1:-1].replace("'", '"') in code
