@@ -2,7 +2,7 @@
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,7 +43,13 @@ def fit_steps(llm: LLM, steps: Sequence[tuple[PlanSize, float]], model: str) -> 
 
 
 def timed_steps(
-    llm: LLM, rows: Sequence[int], prompt_len: int, new_tokens: int, repeats: int, seed: int = 0
+    llm: LLM,
+    rows: Sequence[int],
+    prompt_len: int,
+    new_tokens: int,
+    repeats: int,
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[tuple[PlanSize, float]]:
     """Sizes and seconds of steps while so many requests are alive, of lengths up to twice those given.
 
@@ -72,7 +78,7 @@ def timed_steps(
                 number += 1
                 left -= 1
                 engine.add(Request(id=f"steps-{seed}-{number}", prompt_token_ids=tuple(prompt), params=params))
-            start = time.perf_counter()
+            start = clock()
             engine.step(meanwhile=note)
-            steps.append((sizes.pop(), time.perf_counter() - start))
+            steps.append((sizes.pop(), clock() - start))
     return steps

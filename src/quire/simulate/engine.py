@@ -103,10 +103,11 @@ class SimulatedEngine:
         events = self.scheduler.commit(plan, DrawnTokens(drawn))
         for sequence, token_ids, reason in events:
             self.num_tokens += len(token_ids)
-            if reason is not None and all(member.finish_reason for member in sequence.family):
+            family = sequence.family  # empty once the last of it has ended
+            if reason is not None and family and all(member.finish_reason for member in family):
                 arrival = self._arrivals.pop(sequence.arrival)
                 self.queued_tokens -= arrival.prompt_len + sum(arrival.new_tokens)
-                sequence.family.clear()
+                family.clear()
         return events
 
     def _names(self, sequence: Sequence, count: int) -> list[Any]:
