@@ -26,8 +26,12 @@ def guarded(
     *,
     public: frozenset[str],
     origins: Sequence[str] = (),
+    uploads: frozenset[str] = frozenset(),
 ) -> Guard:
-    """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask."""
+    """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask.
+
+    To `uploads` files are sent instead of JSON.
+    """
     # By name, because Starlette raises again what only `Exception` catches.
     kinds = (
         ApiError, OverloadError, GenerationError, ClientDisconnect, RecursionError, ValueError, Exception,
@@ -35,7 +39,7 @@ def guarded(
     handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, keys, config, public, AllowedOrigins(origins))
+    return Guard(app, keys, config, public, AllowedOrigins(origins), uploads)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

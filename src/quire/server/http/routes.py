@@ -21,7 +21,7 @@ from quire.server.batches.worker import Batches
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
-from quire.server.http.batch_routes import BatchRoutes
+from quire.server.http.batch_routes import UPLOADS, BatchRoutes
 from quire.server.http.docs_page import docs_page
 from quire.server.http.guard import PAGES, PUBLIC, Guard
 from quire.server.http.openapi import openapi_json
@@ -67,9 +67,10 @@ class Api:
             Route("/openapi.json", self.openapi),
         ]
         pages = [Route("/", self.page), Route("/docs", self.docs)]
+        how: dict[str, Any] = {"origins": self.config.allow_origin, "uploads": UPLOADS}
         if not self.config.page:
-            return guarded(routes, keys, self.config, public=PUBLIC - PAGES, origins=self.config.allow_origin)
-        return guarded([*routes, *pages], keys, self.config, public=PUBLIC, origins=self.config.allow_origin)
+            return guarded(routes, keys, self.config, public=PUBLIC - PAGES, **how)
+        return guarded([*routes, *pages], keys, self.config, public=PUBLIC, **how)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
