@@ -22,7 +22,7 @@ def quire(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench"])
+@pytest.mark.parametrize("command", ["generate", "chat", "batch", "serve", "bench"])
 def test_help_fits_on_a_screen_and_hides_nothing_for_good(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     shown = []

@@ -58,7 +58,7 @@ EXAMPLES = {
     "model": "tiny", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "role": "user", "id": "x",
     "name": "f", "arguments": "{}", "type": "function", "function": {"name": "f", "arguments": "{}"}, "tokens": [1],
     "text": "x", "json_schema": {"name": "f", "schema": {}}, "schema": {},
-    "input": "x",
+    "input": "x", "input_file_id": "x", "endpoint": "/v1/completions", "completion_window": "24h",
 }  # fmt: skip
 HOLE = "@hole@"
 

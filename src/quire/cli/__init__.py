@@ -186,8 +186,8 @@ def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _batch_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = (
-        "Answer every line of a file, in OpenAI's batch format, or every row of a Parquet file. Answers come in the "
-        "order of the lines; the same command again goes on where this one was stopped, however it was."
+        "Answer every line of a file, in OpenAI's batch format, or every row of a Parquet file. The same command again "
+        "goes on where this one was stopped, however it was."
     )
     parser = commands.add_parser("batch", help="answer the lines of a file", description=text)
     _model_argument(parser)
@@ -195,7 +195,7 @@ def _batch_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser.add_argument("input", metavar="INPUT", type=Path, help=text)
     text = "one answer for each line; .parquet has the input's columns, too"
     parser.add_argument("-o", "--output", metavar="OUTPUT", type=Path, required=True, help=text)
-    text = "start no line that could bring this run above so many tokens, of prompts and of answers"
+    text = "end before this run could need more tokens, of prompts and answers"
     parser.add_argument("--max-cost", type=int, metavar="N", help=text)
     text = "what lines call the model; by default the name of its file"
     parser.add_argument("--served-model-name", metavar="NAME", help=text)

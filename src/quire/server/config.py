@@ -31,10 +31,8 @@ class ServerConfig:
     page: bool = knob(True, "pages for people: a chat at /, the API at /docs")
     strict_fields: bool = knob(False, "refuse unknown fields of requests instead of ignoring them")
     max_queued_requests: int = knob(256, "requests that may wait; more get a 429")
-    max_queued_tokens: int = knob(1_000_000, "tokens that waiting requests may come to, prompts and generated ones")
-    batch_folder: str | None = knob(
-        None, "folder for /v1/files and /v1/batches, which only this server uses; by default there are none"
-    )
+    max_queued_tokens: int = knob(1_000_000, "tokens that these may come to, prompts and generated ones")
+    batch_folder: str | None = knob(None, "for /v1/files and /v1/batches, of this server alone; by default none")
     max_batch_file_bytes: int = knob(200 << 20, "of one file for /v1/batches", expert=True)
     max_batch_bytes: int = knob(10 << 30, "of all files and answers of batches, for each key", expert=True)
     max_priority: int = knob(0, "the highest priority a request may have", expert=True)

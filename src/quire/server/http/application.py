@@ -27,10 +27,11 @@ def guarded(
     public: frozenset[str],
     keys_of: Mapping[str, Keys] | None = None,
     origins: Sequence[str] = (),
+    uploads: frozenset[str] = frozenset(),
 ) -> Guard:
     """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask.
 
-    `keys_of` has the paths that need other keys than the rest.
+    `keys_of` has the paths that need other keys than the rest; to `uploads` files are sent instead of JSON.
     """
     # By name, because Starlette raises again what only `Exception` catches.
     kinds = (
@@ -39,7 +40,7 @@ def guarded(
     handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, keys, config, public, AllowedOrigins(origins), keys_of or {})
+    return Guard(app, keys, config, public, AllowedOrigins(origins), keys_of or {}, uploads)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

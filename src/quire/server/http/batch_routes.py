@@ -19,7 +19,8 @@ from quire.server.http.request_body import BodyReader
 from quire.server.http.upload import Upload
 from quire.server.openai import schema
 
-PURPOSES = ("batch", "batch_output")
+UPLOADS = frozenset({"/v1/files"})
+"""Paths to which files are sent."""
 DEFAULT_PAGE = 20
 MAX_PAGE = 10_000
 

@@ -24,8 +24,6 @@ PAGES = frozenset({"/", "/docs"})
 """Pages for people: what they show comes with a key, or is the same of every server."""
 PUBLIC = frozenset({"/health", "/livez", "/readyz", "/metrics", "/openapi.json"}) | PAGES
 """Routes that need no key."""
-UPLOADS = frozenset({"/v1/files"})
-"""Paths to which files are sent: they may be large, and take longer."""
 MIN_UPLOAD_RATE = 256 << 10
 """Bytes a second that an upload has to come with, beyond `read_timeout_s`."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -51,8 +49,11 @@ class Guard:
         public: frozenset[str],
         origins: AllowedOrigins,
         keys_of: Mapping[str, Keys],
+        uploads: frozenset[str],
     ) -> None:
+        """`public` are the paths that need no key; to `uploads` files are sent, which may be large and take longer."""
         self._app = app
+        self._uploads = uploads
         self._origins = origins
         self._public = public
         self._keys = keys
@@ -107,7 +108,7 @@ class Guard:
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
-            wanted = "multipart/form-data" if scope["path"] in UPLOADS else "application/json"
+            wanted = "multipart/form-data" if scope["path"] in self._uploads else "application/json"
             if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
                 raise ApiError(415, f"content-type must be {wanted}", code="unsupported_media_type")
             length, (limit, _) = headers.get("content-length", "0"), self._body_limits(scope, headers)
@@ -118,7 +119,7 @@ class Guard:
     def _body_limits(self, scope: Scope, headers: dict[str, str]) -> tuple[int, float]:
         """Bytes that the body of a request may have, and seconds that it may take."""
         config = self._config
-        if scope["path"] not in UPLOADS or config.batch_folder is None:
+        if scope["path"] not in self._uploads or config.batch_folder is None:
             return config.max_body_bytes, config.read_timeout_s
         limit, length = config.max_batch_file_bytes + FORM_BYTES, headers.get("content-length", "0")
         seconds = min(int(length), limit) / MIN_UPLOAD_RATE if length.isdigit() else 0

@@ -20,7 +20,7 @@ from quire.server.batches.worker import Batches
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
-from quire.server.http.batch_routes import BatchRoutes
+from quire.server.http.batch_routes import UPLOADS, BatchRoutes
 from quire.server.http.docs_page import docs_page
 from quire.server.http.event_response import EventResponse, until_gone
 from quire.server.http.guard import PAGES, PUBLIC, Guard
@@ -79,7 +79,8 @@ class Api:
             routes += [Route("/", self.page), Route("/docs", self.docs)]
         else:
             public -= PAGES
-        return guarded(routes, keys, self.config, public=public, keys_of=keys_of, origins=self.config.allow_origin)
+        origins = self.config.allow_origin
+        return guarded(routes, keys, self.config, public=public, keys_of=keys_of, origins=origins, uploads=UPLOADS)
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
