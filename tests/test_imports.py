@@ -12,7 +12,7 @@ class Refuse:
         if name.split(".")[0] in ("jax", "jaxlib"):
             raise ImportError("jax is not installed here")
 sys.meta_path.insert(0, Refuse())
-import quire, quire.core.scheduler, quire.core.pages, quire.core.plan
+import quire, quire.core.scheduler, quire.core.pages, quire.core.plan, quire.routing
 from quire import SamplingParams, EngineConfig
 SamplingParams(); EngineConfig()
 assert "jax" not in sys.modules and "tokenizers" not in sys.modules
