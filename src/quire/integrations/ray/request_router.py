@@ -32,7 +32,12 @@ class PrefixRouter(RequestRouter):
         for replica in candidate_replicas:
             self._hear(replica)
         request = _request_of(pending_request)
-        choice = self._policy.choose(request.page_names, num_tokens=request.num_tokens) if request else None
+        if pending_request is None or request is None:
+            return [candidate_replicas]
+        context = pending_request.routing_context
+        num_tokens = 0 if context.should_backoff else request.num_tokens  # counted once, however often it is tried
+        context.should_backoff = True  # else Serve tries again without a pause
+        choice = self._policy.choose(request.page_names, num_tokens=num_tokens)
         if choice is None:
             return [candidate_replicas]
         first = [replica for replica in candidate_replicas if _name(replica.replica_id) == choice.engine]
