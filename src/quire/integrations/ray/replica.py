@@ -86,6 +86,7 @@ class EngineReplica:
         pages = await self._engine.call(_page_names, REPORT_TIMEOUT_S)
         return {
             "pages": pages,
+            "num_requests": self._engine.num_streams,
             "queued_tokens": self._queued_tokens,
             "has_room": self._engine.admission.room > 0,
             "is_ready": self._engine.is_ready,

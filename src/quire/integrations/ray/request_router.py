@@ -6,16 +6,19 @@ Replicas report the names of their cached pages and their load (`EngineReplica.r
 
 # pyright: reportMissingImports=false
 
+import asyncio
 from typing import Any
 
-from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest
 from quire.routing import Load, Router
 from quire.routing.router import MAX_IMBALANCE_TOKENS
 
+IDLE_S = 0.05
 
-class PrefixRouter(RequestRouter):
+
+class PrefixRouter(FIFOMixin, RequestRouter):
     """Chooses a replica by what is cached there. Serve makes one in each process that calls the engines."""
 
     def initialize_state(self, max_imbalance_tokens: int = MAX_IMBALANCE_TOKENS) -> None:
@@ -33,6 +36,9 @@ class PrefixRouter(RequestRouter):
             self._hear(replica)
         request = _request_of(pending_request)
         if pending_request is None or request is None:
+            # A task of Serve's without a request takes the oldest that has no replica yet. Usually another task is about
+            # to place that one: it gets the time.
+            await asyncio.sleep(IDLE_S)
             return [candidate_replicas]
         context = pending_request.routing_context
         num_tokens = 0 if context.should_backoff else request.num_tokens  # counted once, however often it is tried
@@ -61,6 +67,13 @@ class PrefixRouter(RequestRouter):
         for name in self._reports.keys() - {_name(replica.replica_id) for replica in replicas}:
             self._forget(name)
 
+    def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
+        """The request that a replica was chosen for; FIFOMixin gives the replica to the oldest one if that is placed.
+
+        Without the mixin, Serve forgets a request whose task ends early, as some do when a replica is gone.
+        """
+        return self._get_pending_request_matching_internal_request_id(request_metadata)
+
     def _hear(self, replica: RunningReplica) -> None:
         """Tell the policy what a replica has reported, once for each report."""
         name, report = _name(replica.replica_id), replica.routing_stats
@@ -69,6 +82,8 @@ class PrefixRouter(RequestRouter):
         self._reports[name] = report
         is_ready, has_room = report.get("is_ready", True), report.get("has_room", True)
         self._policy.report(name, Load(report.get("queued_tokens", 0), has_room, not is_ready))
+        if "num_requests" in report:  # spares Serve to ask for it before it sends
+            self.on_new_queue_len_info(replica.replica_id, report["num_requests"])
         pages = report.get("pages", b"")
         sent = self._sent[name] = [set(), *self._sent.get(name, [])[:1]]
         self._policy.pages.clear(name)
