@@ -15,7 +15,7 @@ from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest
 from quire.routing import Load, Router
 from quire.routing.router import MAX_IMBALANCE_TOKENS
 
-IDLE_S = 0.05
+IDLE_S = 0.01
 
 
 class PrefixRouter(FIFOMixin, RequestRouter):
@@ -34,11 +34,12 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         """The replica to ask first, then the others, which Serve falls back to."""
         for replica in candidate_replicas:
             self._hear(replica)
+        if pending_request is None:  # a task of Serve's without a request places the oldest that has no replica yet
+            await asyncio.sleep(IDLE_S)  # another task is usually about to
+            waiting = self._pending_requests_to_fulfill
+            pending_request = next((one for one in waiting if not one.future.done()), None)
         request = _request_of(pending_request)
         if pending_request is None or request is None:
-            # A task of Serve's without a request takes the oldest that has no replica yet. Usually another task is about
-            # to place that one: it gets the time.
-            await asyncio.sleep(IDLE_S)
             return [candidate_replicas]
         context = pending_request.routing_context
         num_tokens = 0 if context.should_backoff else request.num_tokens  # counted once, however often it is tried
@@ -67,12 +68,19 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         for name in self._reports.keys() - {_name(replica.replica_id) for replica in replicas}:
             self._forget(name)
 
-    def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
-        """The request that a replica was chosen for; FIFOMixin gives the replica to the oldest one if that is placed.
+    # Serve's router ends a task when there are more of them than requests without a replica, and forgets the request that
+    # the task was to place. So any task may place any request, FIFOMixin's way, and tasks end as soon as they can.
 
-        Without the mixin, Serve forgets a request whose task ends early, as some do when a replica is gone.
-        """
+    def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
+        """The request that a replica was chosen for; if it has one, FIFOMixin takes the oldest that has none."""
         return self._get_pending_request_matching_internal_request_id(request_metadata)
+
+    def _fulfill_next_pending_request(self, replica: RunningReplica, request_metadata: Any = None) -> None:
+        """Give a request its replica; what has one counts as waiting no more."""
+        super()._fulfill_next_pending_request(replica, request_metadata)
+        waiting = self._pending_requests_to_fulfill
+        while waiting and waiting[0].future.done():
+            waiting.popleft()
 
     def _hear(self, replica: RunningReplica) -> None:
         """Tell the policy what a replica has reported, once for each report."""
