@@ -10,14 +10,15 @@
 """
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Unpack
 
 from quire.config import EngineKnobs
 from quire.core.sampling_params import SamplingParams
-from quire.field_error import FieldError
-from quire.llm import LLM, plain
+from quire.llm import is_one_prompt, plain
 from quire.outputs import RequestOutput
+from quire.rollouts import Rollouts
 
 COLUMNS = ("generated_text", "generated_token_ids", "logprobs", "finish_reason", "error")
 """What is added to every row. Of a row with an error the others are null; `logprobs` are, too, if not asked for."""
@@ -41,8 +42,8 @@ class QuireProcessor:
         **knobs: Unpack[EngineKnobs],
     ) -> None:
         """Load the model; the arguments are those of `LLM`, and `params` those of all rows."""
-        self._llm = LLM(model, revision=revision, quiet=True, **knobs)
-        self._params = params or self._llm.default_params
+        self._engine = Rollouts(model, revision=revision, quiet=True, **knobs)  # Ray Data calls from another thread
+        self._params = params or self._engine.llm.default_params
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """The same batch with more columns."""
@@ -51,21 +52,21 @@ class QuireProcessor:
             raise ValueError(f"the dataset has columns {taken}, which this writes; rename them")
         if "prompt" not in batch and "messages" not in batch:
             raise ValueError(f"the dataset has columns {sorted(batch)}; there must be 'prompt' or 'messages'")
-        num_rows = len(next(iter(batch.values())))
-        rows: list[dict[str, Any]] = [dict.fromkeys(COLUMNS) for _ in range(num_rows)]
-        requests: list[tuple[int, list[int], SamplingParams]] = []
-        for i, row in enumerate(rows):
+        rows: list[dict[str, Any]] = []
+        answers: list[tuple[dict[str, Any], Future[RequestOutput]]] = []
+        for i in range(len(next(iter(batch.values())))):
+            row: dict[str, Any] = dict.fromkeys(COLUMNS)
+            rows.append(row)
             try:
-                requests.append((i, *self._request({name: plain(column[i]) for name, column in batch.items()})))
-            except (FieldError, TypeError, ValueError) as error:
+                answers.append((row, self._submit({name: plain(column[i]) for name, column in batch.items()})))
+            except (TypeError, ValueError) as error:
                 row["error"] = str(error)
-        outputs = self._llm.generate([ids for _, ids, _ in requests], [how for _, _, how in requests], progress=False)
-        for (i, _, _), output in zip(requests, outputs, strict=True):
-            rows[i] |= _columns(output)
+        for row, answer in answers:
+            row |= _columns(answer.result())
         return dict(batch) | {name: [row[name] for row in rows] for name in COLUMNS}
 
-    def _request(self, row: Mapping[str, Any]) -> tuple[list[int], SamplingParams]:
-        """The token ids of a row's prompt, and how they are continued; an error if it cannot run."""
+    def _submit(self, row: Mapping[str, Any]) -> Future[RequestOutput]:
+        """Have a row's prompt continued; an error if it cannot run."""
         given = row.get("sampling_params") or {}
         params = replace(self._params, **{name: value for name, value in given.items() if value is not None})
         if params.n != 1:
@@ -75,9 +76,10 @@ class QuireProcessor:
             messages = row.get("messages")
             if messages is None:
                 raise ValueError("this row has neither prompt nor messages")
-            prompt = self._llm.chat_prompt([dict(message) for message in messages])
-        (ready,) = self._llm.checked([prompt], params)
-        return list(ready.request.prompt_token_ids), params
+            prompt = self._engine.llm.chat_prompt([dict(message) for message in messages])
+        if not is_one_prompt(prompt):
+            raise ValueError(f"prompt={prompt!r} must be text or a list of token ids")
+        return self._engine.submit(prompt, params)
 
 
 def _columns(output: RequestOutput) -> dict[str, Any]:
