@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import aiohttp
-
 from tests.ray.cluster import FEW, KNOBS, cluster
 from tests.server.tiny_folder import write_tiny_folder
 

@@ -14,7 +14,9 @@ import aiohttp
 from quire import LLM, SamplingParams
 from tests.ray.cluster import KNOBS
 
-SYSTEM = [f"You are assistant number {i}, and these are your many rules: be brief, be kind, be right. " for i in range(4)]
+SYSTEM = [
+    f"You are assistant number {i}, and these are your many rules: be brief, be kind, be right. " for i in range(4)
+]
 CASES = [(f"{SYSTEM[i % 4]}Question {i}?", i) for i in range(32)]
 """Prompts with their seeds."""
 MAX_TOKENS = 48

@@ -50,7 +50,7 @@ def _start() -> None:
     """Start Ray. Its processes have 15 s to find each other, which a busy machine does not always give them."""
     import ray
 
-    os.environ["RAY_raylet_start_wait_time_s"] = "45"
+    os.environ |= {"RAY_raylet_start_wait_time_s": "45"}
     for starts in range(1, MAX_STARTS + 1):
         try:
             ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=100 << 20)

@@ -22,7 +22,9 @@ def main() -> dict:
     with tempfile.TemporaryDirectory() as temporary, cluster():
         folder = write_tiny_folder(Path(temporary) / "tiny")
         expected = expected_tokens(folder)
-        rows = [{"id": i, "prompt": prompt, "sampling_params": {"seed": seed}} for i, (prompt, seed) in enumerate(CASES)]
+        rows = [
+            {"id": i, "prompt": prompt, "sampling_params": {"seed": seed}} for i, (prompt, seed) in enumerate(CASES)
+        ]
         rows.insert(5, {"id": 100, "prompt": "x" * 5000, "sampling_params": {"seed": 0}})
         rows.insert(9, {"id": 101, "prompt": "what", "sampling_params": {"seed": -1}})
         ds = ray.data.from_items(rows, override_num_blocks=4).map_batches(

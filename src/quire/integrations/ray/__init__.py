@@ -5,7 +5,7 @@
 
 `pip install 'quire[ray]'`; nothing else of Quire imports Ray. A request's way through Serve:
 
-    Serve's proxy -> Ingress: key, names of the prompt's pages -> PrefixRouter: an engine -> EngineReplica: quire's own app
+    Serve's proxy -> Ingress: key, names of the prompt's pages -> PrefixRouter: an engine -> EngineReplica: its server
 """
 
 from importlib import import_module

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Unpack
 
-from ray import serve
+from ray.serve import deployment
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from quire.config import EngineConfig, EngineKnobs, check_whole
@@ -73,7 +73,7 @@ def build_app(
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"max_imbalance_tokens": max_imbalance_tokens},
         }
-    engines = serve.deployment(
+    engines = deployment(
         EngineReplica,
         name="QuireEngine",
         max_ongoing_requests=MAX_ONGOING,
@@ -82,7 +82,7 @@ def build_app(
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         **scaling,
     )
-    ingress = serve.deployment(
+    ingress = deployment(
         Ingress,
         name="QuireIngress",
         num_replicas=num_ingresses,

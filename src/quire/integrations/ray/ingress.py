@@ -1,7 +1,7 @@
 """What Serve's proxy calls: checks the key, finds out which pages the prompt has, and forwards to an engine.
 
-    the engine dies before any of the answer was sent     the request goes to another engine
-    it dies later                                         the stream ends with an error event, as a failed one of ours
+the engine dies before any of the answer was sent     the request goes to another engine
+it dies later                                         the stream ends with an error event, as a failed one of ours
 """
 
 # pyright: reportMissingImports=false

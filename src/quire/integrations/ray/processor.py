@@ -1,12 +1,12 @@
 """Datasets of Ray Data through an engine on each worker: `QuireProcessor`, for `map_batches`.
 
-    ds = ray.data.from_items([{"prompt": "The capital of France is"}, ...])
-    ds = ds.map_batches(
-        QuireProcessor,
-        fn_constructor_kwargs={"model": "Qwen/Qwen3-0.6B", "params": SamplingParams(max_tokens=64)},
-        concurrency=2,
-        batch_size=256,
-    )
+ds = ray.data.from_items([{"prompt": "The capital of France is"}, ...])
+ds = ds.map_batches(
+    QuireProcessor,
+    fn_constructor_kwargs={"model": "Qwen/Qwen3-0.6B", "params": SamplingParams(max_tokens=64)},
+    concurrency=2,
+    batch_size=256,
+)
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class QuireProcessor:
             except (TypeError, ValueError) as error:
                 row["error"] = str(error)
         for row, answer in answers:
-            row |= _columns(answer.result())
+            row.update(_columns(answer.result()))
         return dict(batch) | {name: [row[name] for row in rows] for name in COLUMNS}
 
     def _submit(self, row: Mapping[str, Any]) -> Future[RequestOutput]:

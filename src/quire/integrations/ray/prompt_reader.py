@@ -28,7 +28,9 @@ PARSERS: dict[str, tuple[type, Any]] = {
 class PromptReader:
     """Reads requests as the engines' own server does, with the same tokenizer and template."""
 
-    def __init__(self, model: str, revision: str | None, model_name: str, knobs: EngineKnobs, max_priority: int) -> None:
+    def __init__(
+        self, model: str, revision: str | None, model_name: str, knobs: EngineKnobs, max_priority: int
+    ) -> None:
         path = find_model(model, revision, quiet=True)
         max_len = knobs.get("max_model_len") or read_config(path).max_len
         self._service = _ServiceWithoutEngine(path, model_name, max_len, max_priority)

@@ -13,6 +13,7 @@ from starlette.types import Message
 from quire.async_llm import AsyncLLM
 from quire.async_llm.admission import Admission
 from quire.config import EngineKnobs
+from quire.core.prefix_cache import PrefixCache
 from quire.engine.engine import Engine
 from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest, ResponseStart
 from quire.llm import LLM
@@ -113,12 +114,11 @@ def _page_names(engine: Engine) -> bytes:
     cache = engine.scheduler.tables.pool.prefix_cache
     if cache is None:
         return b""
-    names = itertools.chain(_names_in_use(engine), map(cache.hash_of, reversed(cache.idle_pages)))
+    names = itertools.chain(_names_in_use(engine, cache), map(cache.hash_of, reversed(cache.idle_pages)))
     return b"".join(name[:NAME_BYTES] for name in itertools.islice(names, MAX_REPORTED_PAGES) if name)
 
 
-def _names_in_use(engine: Engine) -> Iterator[bytes]:
-    cache = engine.scheduler.tables.pool.prefix_cache
+def _names_in_use(engine: Engine, cache: PrefixCache) -> Iterator[bytes]:
     for sequence in engine.scheduler.running:
         for name in sequence.page_hashes:
             if cache.page_of(name) is None:

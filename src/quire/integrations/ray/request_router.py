@@ -68,8 +68,8 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         for name in self._reports.keys() - {_name(replica.replica_id) for replica in replicas}:
             self._forget(name)
 
-    # Serve's router ends a task when there are more of them than requests without a replica, and forgets the request that
-    # the task was to place. So any task may place any request, FIFOMixin's way, and tasks end as soon as they can.
+    # Serve's router ends a task when there are more of them than requests without a replica, and forgets the request
+    # that the task was to place. So any task may place any request, FIFOMixin's way, and tasks end as soon as they can.
 
     def _get_pending_request_matching_metadata(self, request_metadata: Any = None) -> PendingRequest | None:
         """The request that a replica was chosen for; if it has one, FIFOMixin takes the oldest that has none."""
