@@ -46,7 +46,7 @@ def load_model(
     if path.is_dir():
         with SafetensorsFolder(path) as folder:
             config = folder.config()
-            tokenizer = tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
+            tokenizer = load_tokenizer(path)
             generation = path / "generation_config.json"
             embedding = embedding_config_of_folder(path)
             return LoadedModel(
@@ -60,6 +60,13 @@ def load_model(
     tokenizer = tokenizer_from_gguf(file.reader)
     params = load_params(file.config(), file.read, mesh=mesh, dtype=dtype, progress=progress)
     return LoadedModel(file.config(), params, tokenizer, file.generation_config(), file.embedding_config())
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of a folder or GGUF file; None if a folder has none. Reads no weights."""
+    if path.is_file():
+        return tokenizer_from_gguf(GgufFile(path).reader)
+    return tokenizer_from_folder(path) if (path / "tokenizer.json").exists() else None
 
 
 def find_model(model: str | Path, revision: str | None = None, *, quiet: bool = False) -> Path:

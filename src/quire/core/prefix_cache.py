@@ -16,7 +16,7 @@ import hashlib
 import json
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Reversible
 from collections.abc import Sequence as SequenceOf
 from functools import lru_cache
 from typing import NamedTuple
@@ -65,7 +65,7 @@ class PrefixCache:
         return self._hash_of.keys()
 
     @property
-    def idle_pages(self) -> Iterable[int]:
+    def idle_pages(self) -> Reversible[int]:
         """Pages that nobody else holds; the next to be evicted first."""
         return self._idle.keys()
 
