@@ -172,6 +172,11 @@ class AsyncLLM:
         return self._thread.is_healthy
 
     @property
+    def failure(self) -> Exception | None:
+        """Why the engine will never step again: a process of its group is lost. None otherwise."""
+        return self._thread.failure
+
+    @property
     def beat_age_s(self) -> float:
         """Seconds since the engine's thread last showed itself; 0 while the model is being loaded."""
         return self._thread.heartbeat.age_s if self._is_loaded else 0.0

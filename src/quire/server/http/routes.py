@@ -177,7 +177,9 @@ class Api:
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: whether the engine steps."""
-        return _probe(self.service.engine.is_healthy, "the engine does not respond")
+        engine = self.service.engine
+        why_not = "the engine does not respond" if engine.failure is None else "a process of the engine's group is lost"
+        return _probe(engine.is_healthy, why_not)
 
     async def alive(self, request: HttpRequest) -> Response:
         """`GET /livez`: whether the process responds."""
