@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from quire.core.request import Request
     from quire.core.sampling_params import SamplingParams
     from quire.core.stopping import FinishReason
+    from quire.distributed.errors import GroupError
     from quire.engine.engine import Engine
+    from quire.following import follow
     from quire.job import GenerationInterrupted
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, RequestOutput
@@ -32,6 +34,7 @@ _HOME = {
     "EngineConfig": "quire.config",
     "FinishReason": "quire.core.stopping",
     "GenerationInterrupted": "quire.job",
+    "GroupError": "quire.distributed.errors",
     "LLM": "quire.llm",
     "ModelConfig": "quire.config",
     "Request": "quire.core.request",
@@ -41,6 +44,7 @@ _HOME = {
     "Rollouts": "quire.rollouts",
     "SamplingParams": "quire.core.sampling_params",
     "Structured": "quire.structured.form",
+    "follow": "quire.following",
 }
 
 __all__ = [
@@ -53,6 +57,7 @@ __all__ = [
     "EngineConfig",
     "FinishReason",
     "GenerationInterrupted",
+    "GroupError",
     "ModelConfig",
     "Request",
     "RequestOutput",
@@ -61,6 +66,7 @@ __all__ = [
     "Rollouts",
     "SamplingParams",
     "Structured",
+    "follow",
 ]
 
 

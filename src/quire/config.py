@@ -5,6 +5,7 @@ a model file says of itself. Neither knows jax.
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 MAX_ROUNDS = 1024
 MAX_EOS_IDS = 16
 MAX_DEVICES = 1 << 16
+MAX_PROCESSES = 1 << 12
 
 MODEL_AXIS = "model"
 """The mesh axis that a model is split over."""
@@ -94,6 +96,13 @@ class EngineConfig:
     record: str | None = knob(
         None, "a new file for arrivals and decisions, without text or tokens: quire replay reads it", expert=True
     )
+    num_processes: int = knob(1, "processes that run the model together, each with some of its devices", expert=True)
+    process_id: int = knob(0, "which of them this is: 0 leads and serves, the others follow", expert=True)
+    coordinator: str | None = knob(None, "HOST:PORT at which process 0 waits for the others", expert=True)
+    group_key_file: str | None = knob(
+        None, "file with the key that the processes share; by default it is in QUIRE_GROUP_KEY", expert=True
+    )
+    join_timeout_s: int = knob(300, "seconds that the processes wait for each other at start", expert=True)
 
     __repr__ = short_repr
 
@@ -136,12 +145,41 @@ class EngineConfig:
         if self.record is not None and self.num_engines > 1:
             message = f"record={self.record!r} is the file of one engine and mesh={self.mesh!r} has {self.num_engines}"
             raise FieldError(f"{message}: leave one of the two out", field="record")
+        self._check_group()
         if self.deterministic:
             self._use_one_program()
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every running sequence needs one token a step; raise the first or lower the second"
+            )
+
+    def _check_group(self) -> None:
+        """Several processes need to know where to meet, and devices that can be shared out evenly."""
+        check_whole("num_processes", self.num_processes, 1, MAX_PROCESSES)
+        check_whole("process_id", self.process_id, 0, self.num_processes - 1)
+        check_whole("join_timeout_s", self.join_timeout_s, 1, 1 << 20)
+        if (self.coordinator is None) != (self.num_processes == 1):
+            raise FieldError(
+                f"coordinator={self.coordinator!r} with num_processes={self.num_processes}: several processes need an "
+                "address to meet at, one needs none",
+                field="coordinator",
+            )
+        if self.coordinator is not None:
+            match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})", self.coordinator)
+            if match is None or not 1 <= int(match[2]) <= 65_535:
+                raise FieldError(
+                    f"coordinator={self.coordinator!r} must be HOST:PORT, such as 127.0.0.1:7411", field="coordinator"
+                )
+        if self.num_processes > 1 and self.num_engines > 1:
+            raise FieldError(
+                f"mesh={self.mesh!r} is several engines, and num_processes={self.num_processes} one engine in several "
+                "processes: leave one of the two out",
+                field="mesh",
+            )
+        if self.mesh is not None and math.prod(parse_mesh(self.mesh).values()) % self.num_processes:
+            raise FieldError(
+                f"mesh={self.mesh!r} cannot be shared out evenly among num_processes={self.num_processes}", field="mesh"
             )
 
     def _use_one_program(self) -> None:
@@ -190,6 +228,11 @@ class EngineKnobs(TypedDict, total=False):
     log_timing: bool
     fail_on_compile: bool
     record: str | None
+    num_processes: int
+    process_id: int
+    coordinator: str | None
+    group_key_file: str | None
+    join_timeout_s: int
 
 
 def engine_config(*, mesh: str | None = None, **knobs: Unpack[EngineKnobs]) -> EngineConfig:

@@ -9,15 +9,16 @@ import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from collections.abc import Set as AbstractSet
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.checkpoint.load import LoadedModel, find_model, load_model
+from quire.checkpoint.load import LoadedModel, find_model, load_model, read_config
 from quire.config import MAX_DIMENSION, EngineConfig, EngineKnobs, ModelConfig, check_whole, engine_config
 from quire.core.default_params import default_params, describe
 from quire.core.request import Request
@@ -29,8 +30,11 @@ from quire.device.memory import return_freed_memory
 from quire.device.mesh import EngineMesh, check_mesh, mesh_of
 from quire.device.models.tensors import engine_dtype, has_tensor_names
 from quire.device.models.weights import params_from_tensors, place_params
+from quire.distributed.group import facts_of, group_mesh
+from quire.distributed.leader import Leader
 from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
 from quire.engine.engine import Engine
+from quire.field_error import FieldError
 from quire.interrupts import Interrupts
 from quire.job import GenerationInterrupted, Job, ReadyPrompt, naming_prompt
 from quire.outputs import RequestOutput, Scores, TextChunk, embedding_of, new_text
@@ -69,15 +73,19 @@ class LLM:
         `mesh` says which devices the model is split over: "model=4" for the first four, or a `jax.sharding.Mesh` of one
         axis, `model`. By default it runs on one.
         """
-        config, mesh = _configure(mesh, knobs)
+        config = _config(mesh, knobs)
+        devices = _devices(mesh) if config.num_processes == 1 else None
         path = find_model(model, revision, quiet=quiet)
-
-        def load() -> LoadedModel:
-            with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
-                return load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update)
-
-        self._load, loaded = load, load()
-        self._start(loaded.config, loaded.params, loaded.tokenizer, config, mesh, quiet, loaded.generation_config)
+        group = None if devices else Leader(config, facts_of(config, read_config(path), path))
+        with group.inside() if group else nullcontext():
+            if group:
+                group.connect()
+            devices = devices or group_mesh(config)
+            load = partial(_load_model, path, devices, config.dtype, quiet)
+            self._load, loaded = partial(group.load, load) if group else load, load()
+            self._start(
+                loaded.config, loaded.params, loaded.tokenizer, config, devices, quiet, loaded.generation_config, group
+            )
         self._embedding = loaded.embedding
 
     @classmethod
@@ -95,19 +103,23 @@ class LLM:
 
         `params` is a tree as in docs/weights.md, or maps Hugging Face names to arrays: those are cast to `dtype`.
         """
-        if has_tensor_names(params):
-            if dtype := engine_dtype(params):
-                knobs.setdefault("dtype", dtype)
-            config, mesh = _configure(mesh, knobs)
-            params = params_from_tensors(model_config, params, mesh=mesh, dtype=config.dtype)
-        elif "embed" not in params:
+        is_named = has_tensor_names(params)
+        if not is_named and "embed" not in params:
             raise ValueError(f"params has no 'embed' and no Hugging Face names, but {', '.join(map(repr, params))}")
-        else:
-            knobs.setdefault("dtype", str(params["embed"].dtype))
-            config, mesh = _configure(mesh, knobs)
-            params = place_params(model_config, params, mesh=mesh, dtype=config.dtype)
+        if dtype := engine_dtype(params) if is_named else str(params["embed"].dtype):
+            knobs.setdefault("dtype", dtype)
+        config = _config(mesh, knobs)
+        if config.num_processes > 1:
+            raise FieldError(
+                f"num_processes={config.num_processes}: each process of a group reads its weights from a file; open it "
+                "with LLM(model, ...), and give others to set_weights",
+                field="num_processes",
+            )
+        devices = _devices(mesh)
+        place = params_from_tensors if is_named else place_params
+        params = place(model_config, params, mesh=devices, dtype=config.dtype)
         llm = cls.__new__(cls)
-        llm._start(model_config, params, tokenizer, config, mesh, quiet)
+        llm._start(model_config, params, tokenizer, config, devices, quiet)
         return llm
 
     @classmethod
@@ -126,13 +138,14 @@ class LLM:
         mesh: Mesh,
         quiet: bool,
         generation_config: Mapping[str, Any] | None = None,
+        group: Leader | None = None,
     ) -> None:
         use_compile_cache(config.compile_cache)
         self._default_params, notes = default_params(generation_config or {})
         self._quiet = quiet
         with closing(StartProgress("compiling", "program", quiet=quiet)) as progress:
             self._engine: Engine | None = Engine(
-                model, params, config, tokenizer=tokenizer, mesh=mesh, progress=progress.update
+                model, params, config, tokenizer=tokenizer, mesh=mesh, progress=progress.update, group=group
             )
         if not quiet:
             runner = self._engine.runner
@@ -526,11 +539,26 @@ class LLM:
                     self._engine.abort_now_or_soon(request.id)
 
 
-def _configure(mesh: Mesh | EngineMesh | str | None, knobs: EngineKnobs) -> tuple[EngineConfig, Mesh]:
-    if isinstance(mesh, Mesh):
-        return engine_config(**knobs), check_mesh(mesh)
-    config = engine_config(mesh=mesh.text if isinstance(mesh, EngineMesh) else mesh, **knobs)
-    return config, mesh_of(mesh)
+def _config(mesh: Mesh | EngineMesh | str | None, knobs: EngineKnobs) -> EngineConfig:
+    """The config of an LLM; FieldError if this is a process that follows another."""
+    text = mesh.text if isinstance(mesh, EngineMesh) else mesh
+    config = engine_config(mesh=None if isinstance(text, Mesh) else text, **knobs)
+    if config.process_id:
+        message = f"process_id={config.process_id} follows process 0: call quire.follow(...) with the same arguments"
+        raise FieldError(message, field="process_id")
+    if isinstance(mesh, Mesh) and config.num_processes > 1:
+        message = "mesh is a Mesh, and which devices a group has is known when all processes have come: give 'model=N'"
+        raise FieldError(message, field="mesh")
+    return config
+
+
+def _devices(mesh: Mesh | EngineMesh | str | None) -> Mesh:
+    return check_mesh(mesh) if isinstance(mesh, Mesh) else mesh_of(mesh)
+
+
+def _load_model(path: Path, mesh: Mesh, dtype: str, quiet: bool) -> LoadedModel:
+    with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
+        return load_model(path, mesh=mesh, dtype=dtype, progress=progress.update)
 
 
 def _prompts(prompts: Any) -> Iterable[Any]:

@@ -89,7 +89,7 @@ class FakeRunner:
         self.num_pages = pool.num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
-        self.seconds_per_move, self.pages_per_move = 5e-4, 4
+        self.seconds_per_move, self.pages_per_move, self.failure = 5e-4, 4, None
         self.num_compiles = 0
         self.num_programs = 0
         self.notes: tuple[str, ...] = ()

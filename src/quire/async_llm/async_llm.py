@@ -208,6 +208,11 @@ class AsyncLLM:
         return not self.engines.silent
 
     @property
+    def failure(self) -> Exception | None:
+        """Why the engine will never step again: a process of its group is lost. None otherwise."""
+        return next((thread.failure for thread in self.engines.threads if thread.failure), None)
+
+    @property
     def beat_age_s(self) -> float:
         """Seconds since the engine's thread, or the most silent one, showed itself; 0 while the model is loaded."""
         return max(thread.heartbeat.age_s for thread in self.engines.threads) if self._is_loaded else 0.0

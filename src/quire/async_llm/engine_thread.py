@@ -112,6 +112,7 @@ class EngineThread:
         """No command will be run any more."""
         self._cause: BaseException | None = None
         """What ended the thread, if nobody asked for it."""
+        self._engine: Engine | None = None
         # What follows belongs to the engine's thread.
         self._states: dict[str, RequestState] = {}
         """Requests that have not ended, by id."""
@@ -150,8 +151,13 @@ class EngineThread:
     @property
     def is_moving(self) -> bool:
         """Whether the thread takes commands: it is there, and does not hang."""
-        is_alive = self._thread.is_alive() and not self._is_over
+        is_alive = self._thread.is_alive() and not self._is_over and self.failure is None
         return is_alive and not (self.ready.done() and self.heartbeat.is_late)
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why the engine will never step again, as `Engine.failure` says it."""
+        return self._engine and self._engine.failure
 
     @property
     def is_healthy(self) -> bool:
@@ -224,7 +230,7 @@ class EngineThread:
             self.ready.set_exception(error)
             return
         self.heartbeat.beat()
-        engine = self.llm.engine
+        engine = self._engine = self.llm.engine
         self.ready.set_result(None)
         try:
             while self._take_inbox(engine):
@@ -255,6 +261,7 @@ class EngineThread:
         """Run the commands that have come; waits when there is nothing else to do. False to end."""
         while True:
             self.heartbeat.beat()
+            self._check(engine)
             may_step = engine.has_work and not self._is_paused
             try:
                 command = self._inbox.get(block=not may_step, timeout=IDLE_BEAT_S)
@@ -267,6 +274,11 @@ class EngineThread:
                 return False
             command.run(engine)
 
+    def _check(self, engine: Engine) -> None:
+        """Raise, which ends the thread, if no step will ever run again."""
+        if engine.failure:
+            raise engine.failure
+
     def _step(self, engine: Engine) -> None:
         start, is_failed = time.monotonic(), False
         try:
@@ -274,6 +286,7 @@ class EngineThread:
             self._num_failed_in_a_row = 0
         except Exception as error:
             is_failed = True
+            self._check(engine)
             self._survive(engine, error)
         end = time.monotonic()
         self.heartbeat.end_step(end - start)

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 import difflib
 import logging
+import os
 import shutil
 import sys
 import types
@@ -19,6 +20,7 @@ import shtab
 from quire import __version__
 from quire.config import EngineConfig
 from quire.core.sampling_params import DECLARED, SamplingParams
+from quire.distributed.errors import GroupError
 from quire.server.config import ServerConfig
 
 PLAN_KNOBS = (
@@ -50,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
+    except GroupError as error:
+        print(f"quire: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # on its way out jax would wait for a process that is gone
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -118,6 +123,11 @@ class _HelpAll(argparse.Action):
 
 
 def _run(args: argparse.Namespace) -> int:
+    if getattr(args, "process_id", 0):
+        from quire.following import follow
+
+        follow(args.model, revision=args.revision, **engine_knobs(args))
+        return 0
     if args.command == "doctor":
         from quire.cli import doctor
 

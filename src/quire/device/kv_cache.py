@@ -7,12 +7,12 @@ page carries the ids of its tokens, so that wherever a page goes, what a sequenc
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
 from quire.config import AttentionConfig
@@ -114,27 +114,59 @@ def write_pages(cache: KVCache, pages_C: Int[Array, " C"], content: KVCache) -> 
 
 
 class HostPages:
-    """Pages in host memory, in the layout of the pool. Memory is taken as pages are first used."""
+    """Pages in host memory, in the layout of the pool. Memory is taken as pages are first used.
+
+    Each process keeps what its own devices hold of them: of an array that is split, its parts; of one that every device
+    has, one copy.
+    """
 
     def __init__(self, cache: KVCache, num_pages: int) -> None:
         self.num_pages = num_pages
 
-        def room(array: jax.Array, axis: int) -> np.ndarray:
-            return np.empty((*array.shape[:axis], num_pages, *array.shape[axis + 1 :]), array.dtype)
+        def room(array: jax.Array, axis: int) -> _HostArray:
+            shapes = {_place(shard.index, axis): shard.data.shape for shard in array.addressable_shards}
+            parts = {
+                place: np.empty((*shape[:axis], num_pages, *shape[axis + 1 :]), array.dtype)
+                for place, shape in shapes.items()
+            }
+            return _HostArray(array.shape, array.sharding, parts)
 
         self._arrays = _map(room, cache)
 
     def store(self, pages: np.ndarray, content: KVCache) -> None:
         """Keep the first `len(pages)` pages of a `read_pages`."""
 
-        def keep(array: np.ndarray, axis: int, value: jax.Array) -> None:
-            array[_index(axis, pages)] = np.asarray(value)[_index(axis, slice(len(pages)))]
+        def keep(array: _HostArray, axis: int, value: jax.Array) -> None:
+            values = {_place(shard.index, axis): shard.data for shard in value.addressable_shards}
+            for place, part in values.items():
+                array.parts[place][_index(axis, pages)] = np.asarray(part)[_index(axis, slice(len(pages)))]
 
         _map(keep, self._arrays, content)
 
     def load(self, pages: np.ndarray) -> KVCache:
         """What is kept, as `write_pages` takes it."""
-        return _map(lambda array, axis: array[_index(axis, pages)], self._arrays)
+
+        def fetch(array: _HostArray, axis: int) -> jax.Array:
+            shape = (*array.shape[:axis], len(pages), *array.shape[axis + 1 :])
+            return jax.make_array_from_callback(
+                shape, array.sharding, lambda index: array.parts[_place(index, axis)][_index(axis, pages)]
+            )
+
+        return _map(fetch, self._arrays)
+
+
+class _HostArray(NamedTuple):
+    """What a process keeps of the pages of one array."""
+
+    shape: tuple[int, ...]
+    """Of the array in the pool."""
+    sharding: Sharding
+    parts: dict[tuple[slice, ...], np.ndarray]
+    """By the place that a part has in the array, along the axes that are not that of pages."""
+
+
+def _place(index: Any, page_axis: int) -> tuple[slice, ...]:
+    return (*index[:page_axis], *index[page_axis + 1 :])
 
 
 def _map(function: Callable, cache: KVCache, *others: KVCache) -> KVCache:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from quire.device.inputs import (
     with_defaults,
 )
 from quire.device.memory import return_freed_memory
-from quire.device.mesh import sharding
+from quire.device.mesh import place
 from quire.device.models.layers import Params
 from quire.device.models.tensors import has_tensor_names
 from quire.device.models.weights import arrays_from_tensors, check_params, prepare, replace_params, restore_params
@@ -60,6 +61,8 @@ class StepHandle:
 
 class ModelRunner:
     """One model on one mesh, with its KV cache."""
+
+    failure = None
 
     def __init__(
         self,
@@ -117,16 +120,15 @@ class ModelRunner:
         """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._compiled: dict[StepShape | PageProgram, Callable] = {}
         """The program of each step shape, and those that handle pages, as `Programs` names them."""
-        whole, vocab_size = sharding(mesh), model.vocab_size
         self._defaults = {
-            shape: jax.device_put(
+            shape: jax.tree.map(
+                partial(place, mesh),
                 (
-                    default_samples(shape.num_samples, vocab_size),
+                    default_samples(shape.num_samples, model.vocab_size),
                     default_rounds(shape.num_rows),
                     None if shape.decode else default_scores(shape.num_tokens),
                     default_embed(shape.num_rows),
                 ),
-                whole,
             )
             for shape in self.shapes
         }
@@ -228,7 +230,7 @@ class ModelRunner:
         return StepHandle(output, inputs)
 
     def _create_page_tables(self) -> list[jax.Array]:
-        return [jax.device_put(np.zeros(table.shape, np.int32), table.sharding) for table in self.programs.page_tables]
+        return [place(self.mesh, np.zeros(table.shape, np.int32)) for table in self.programs.page_tables]
 
     def _write_page_table(self, pool: int, page_ids: PageIds) -> None:
         """Put the pages of every row in their places, in pieces of a few sizes."""
@@ -277,12 +279,19 @@ class ModelRunner:
         device holds one or two beyond those of the model. When it runs out of memory in the middle, no weights are
         left: steps raise until a later call succeeds.
         """
+        self.replace_weights(self.checked_weights(params), copy=copy)
+
+    def checked_weights(self, params: Params) -> Params:
+        """Weights that `set_weights` takes, as `replace_weights` does: arrays, or functions that make them."""
         if has_tensor_names(params):
-            params = arrays_from_tensors(self.model, params, dtype=self.programs.dtype)
-        else:
-            check_params(self.model, params, dtype=self.programs.dtype)
+            return arrays_from_tensors(self.model, params, dtype=self.programs.dtype)
+        check_params(self.model, params, dtype=self.programs.dtype)
+        return params
+
+    def replace_weights(self, arrays: Params, *, copy: bool = True) -> None:
+        """Compute with what `checked_weights` returned."""
         self._is_complete = False
-        replace_params(self.model, self._params, params, mesh=self.mesh, kind=self.programs.matmul_kind, copy=copy)
+        replace_params(self.model, self._params, arrays, mesh=self.mesh, kind=self.programs.matmul_kind, copy=copy)
         self._is_complete = True
 
     def get_weights(self) -> Params:

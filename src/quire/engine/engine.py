@@ -26,6 +26,8 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence, TokenEvent, Version
 from quire.core.stopping import Grammar
 from quire.device.mesh import mesh_of
+from quire.distributed.leader import Leader
+from quire.distributed.leader_runner import LeaderRunner
 from quire.engine.build import (
     PoolSizes,
     build_detokenizer,
@@ -40,6 +42,7 @@ from quire.engine.ownership import between_steps, owner_only
 from quire.engine.runner import Runner
 from quire.engine.stats import EngineStats, Progress, StepCounters, StepTimer, TimingLog
 from quire.engine.validation import RequestValidator, max_model_len
+from quire.field_error import FieldError
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
@@ -59,13 +62,17 @@ class Engine:
         progress: Callable[[int, int, str], None] | None = None,
         runner: Runner | None = None,
         pool: PoolSizes | None = None,
+        group: Leader | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Compile every program and be ready.
+        """Compile every program and be ready. With `group`, in all of its processes.
 
         For tests, `runner` replaces the device, `pool` the sizes that are chosen for it, and `clock` the time.
         """
         self.config = config = config or EngineConfig()
+        if config.num_processes > 1 and group is None:
+            message = f"num_processes={config.num_processes}: a group is made by LLM(...), and here is none"
+            raise FieldError(message, field="num_processes")
         self.model = model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len(config.max_model_len, model)
@@ -81,8 +88,11 @@ class Engine:
         self.scheduler = build_scheduler(config, self._pool)
         self._packer = build_packer(config, self._pool, self.eos_ids)
         if runner is None:
-            runner = build_runner(config, self._pool, model, params, self.max_model_len, mesh)
-            runner.warm_up(progress)
+            if group:
+                group.send("start", self._pool)  # every process builds a runner
+            own = build_runner(config, self._pool, model, params, self.max_model_len, mesh)
+            own.warm_up(progress)
+            runner = LeaderRunner(group, own) if group else own
         self.runner = runner
         self.scheduler.costs.seconds_per_move = runner.seconds_per_move
         self.scheduler.costs.pages_per_move = runner.pages_per_move
@@ -109,6 +119,11 @@ class Engine:
     def is_owned_here(self) -> bool:
         """Whether this is the thread that may call."""
         return threading.get_ident() == self._owner
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no step will ever run again: a process of its group is lost. None otherwise. Any thread may look."""
+        return self.runner.failure
 
     @property
     def max_request_len(self) -> int:

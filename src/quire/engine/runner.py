@@ -23,10 +23,18 @@ class Runner(Protocol):
     seconds_per_move: float
     """To move up to `pages_per_move` pages to host memory or back."""
     pages_per_move: int
-    num_compiles: int
-    """Programs compiled since the runner was ready."""
     notes: tuple[str, ...]
     """What a person should know at start, each in one sentence."""
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why nothing will ever run again; None as long as something may. Any thread may look."""
+        ...
+
+    @property
+    def num_compiles(self) -> int:
+        """Programs compiled since the runner was ready."""
+        ...
 
     @property
     def num_programs(self) -> int:

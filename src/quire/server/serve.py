@@ -43,6 +43,10 @@ whole backlog in one turn of its loop, and a connection that is refused has its 
 SWITCH_S = 0.001
 """The engine's thread gives way to the event loop after so long: a response crosses between them many times."""
 
+LOOK_EVERY_S = 0.2
+FAILED_S = 2.0
+"""How long a server whose engine is lost answers 503 before it ends: time for clients to get their errors."""
+
 _log = logging.getLogger("quire.server")
 
 
@@ -101,7 +105,11 @@ async def serve(
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
         on_ready(f"quire: ready on {where}; serving {model_name}{page}")
-        await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
+        failed = asyncio.create_task(_until_failed(engine))
+        await asyncio.wait((serving, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            await _end(engine, on_ready)
+        failed.cancel()
         if api.batches:
             await api.batches.stop()  # the next server goes on with them
         await _drain(engine, config, on_ready)
@@ -173,6 +181,18 @@ async def _serving(app: Any, config: ServerConfig, listener: socket.socket) -> A
     finally:
         server.should_exit = True
         await task
+
+
+async def _until_failed(engine: AsyncLLM) -> None:
+    while engine.failure is None:
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _end(engine: AsyncLLM, on_stop: Callable[[str], None]) -> None:
+    """The engine will never step again: say so for a while to whoever asks, then end. A thread of jax may hang."""
+    on_stop(f"quire: stopping: {engine.failure}")
+    await asyncio.sleep(FAILED_S)
+    os._exit(1)
 
 
 async def _drain(engine: AsyncLLM, config: ServerConfig, on_stop: Callable[[str], None]) -> None:

@@ -197,7 +197,8 @@ class Api:
         engines = self.service.engine.engines
         silent = ", ".join(map(str, engines.silent))
         which = "the engine does" if len(engines) == 1 else f"engine {silent} of {len(engines)} (0 is the first) does"
-        return _probe(not silent, f"{which} not respond")
+        lost = self.service.engine.failure is not None
+        return _probe(not silent, "a process of the engine's group is lost" if lost else f"{which} not respond")
 
     async def alive(self, request: HttpRequest) -> Response:
         """`GET /livez`: whether the process responds."""
