@@ -55,7 +55,7 @@ class Ingress:
         self._is_open = len(keys) > 0
         self._timeout_s = config.request_timeout_s
         public = PUBLIC if config.page else PUBLIC - PAGES
-        self._guard = Guard(self._forward, keys, config, public, AllowedOrigins(config.allow_origin))
+        self._guard = Guard(self._forward, keys, config, public, AllowedOrigins(config.allow_origin), {}, frozenset())
 
     async def __call__(self, request: HttpRequest) -> Response:
         """A response that is an ASGI application: Serve calls it with the request's own channels."""
