@@ -11,7 +11,7 @@ from tests.effort import nightly
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("topology", ["v5e:1x1", nightly("v6e:1x1"), "tpu7x:2x2x1"])
+@pytest.mark.parametrize("topology", ["v5e:1x1", nightly("v6e:1x1"), nightly("tpu7x:2x2x1")])
 def test_it_compiles_and_copies_no_pool(topology):
     reports = reports_of("kernel", topology)
     assert [report["case"] for report in reports] == json.loads(json.dumps(cases_of(topology)))
