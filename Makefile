@@ -25,6 +25,7 @@ lock:   ## pin what pyproject.toml asks for
 	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --extra parquet --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
 	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --extra parquet --group test --python-version 3.12 --resolution lowest-direct --generate-hashes --no-header --upgrade -o requirements.floors.lock
 	.venv/bin/python -m uv pip compile --quiet pyproject.toml tests/tunix/requirements.in --python-version 3.12 --generate-hashes --no-header --upgrade -o tests/tunix/requirements.txt
+	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra ray tests/ray/requirements.in --python-version 3.12 --generate-hashes --no-header --upgrade -o tests/ray/requirements.txt
 	.venv/bin/python -m uv pip compile --quiet docs/requirements.in --universal --python-version 3.12 --generate-hashes --no-header --upgrade -o docs/requirements.txt
 
 proto:  ## what src/quire/server/grpc/proto/quire.proto says, in Python

@@ -36,6 +36,7 @@ class Clients:
 
     url: str
     expected: list[list[int]]
+    key: str = ""
     ends: collections.Counter = field(default_factory=collections.Counter)
     """complete; error: as a client understands it; unanswered: the connection broke; mixed: a token of another."""
     notes: list[str] = field(default_factory=list)
@@ -44,7 +45,8 @@ class Clients:
         """So many clients at once, until told to stop; each finishes its request."""
         timeout = aiohttp.ClientTimeout(total=300)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        headers = {"Authorization": f"Bearer {self.key}"} if self.key else {}
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=headers) as session:
             await asyncio.gather(*(self._client(session, i, stopped) for i in range(num_clients)))
 
     async def _client(self, session: aiohttp.ClientSession, number: int, stopped: asyncio.Event) -> None:

@@ -8,6 +8,7 @@ Prints one JSON object: how requests ended, in each phase, and what Serve did me
 import asyncio
 import collections
 import json
+import re
 import sys
 import tempfile
 import time
@@ -20,6 +21,8 @@ from tests.ray.cluster import FEW, KNOBS, cluster, kill, num_running, replicas
 from tests.server.tiny_folder import write_tiny_folder
 
 KEY = "a-key-for-these-tests"
+SCALING = {"min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0, "look_back_period_s": 11}
+LONGEST_S = 300
 
 
 def main(seconds: float, num_clients: int) -> dict:
@@ -37,8 +40,9 @@ def main(seconds: float, num_clients: int) -> dict:
 
         deploy()
         seen = asyncio.run(churn(Clients(url, expected), deploy, seconds, num_clients))
-        deploy(api_keys=[KEY], num_replicas=1)
-        return seen | {"keys": keys(url)}
+        deploy(api_keys=[KEY], num_replicas=None, autoscaling_config=SCALING, target_queued_tokens=100)
+        seen |= {"keys": keys(url), "open after its client is gone": leave(url)}
+        return seen | {"scaled": asyncio.run(scale(Clients(url, expected, KEY)))}
 
 
 async def churn(clients: Clients, deploy, seconds: float, num_clients: int) -> dict:
@@ -82,6 +86,34 @@ def keys(url: str) -> dict:
         "wrong": ask(Authorization="Bearer another-key"),
         "none": ask(),
     }
+
+
+def leave(url: str) -> int:
+    """Read the beginning of a long stream and go; returns how many requests the engine has then, once it has none."""
+    body = {"model": "tiny", "prompt": "Tell me", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    headers = {"Authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request) as response:
+        assert response.readline().startswith(b"data: {")
+    end = time.monotonic() + LONGEST_S
+    while True:
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            num_open = int(float(re.search(rb"^quire_requests_open (\S+)$", response.read(), re.MULTILINE)[1]))  # type: ignore[index]
+        if not num_open or time.monotonic() > end:
+            return num_open
+        time.sleep(0.5)
+
+
+async def scale(clients: Clients) -> int:
+    """Ask until there is another replica; returns how many there are."""
+    stopped, end = asyncio.Event(), time.monotonic() + LONGEST_S
+    running = asyncio.create_task(clients.run(16, stopped))
+    while await asyncio.to_thread(num_running) < 2 and time.monotonic() < end:
+        await asyncio.sleep(0.5)
+    stopped.set()
+    await running
+    assert clients.ends.keys() == {"complete"}, clients.notes
+    return num_running()
 
 
 if __name__ == "__main__":
