@@ -244,7 +244,7 @@ def _bench_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "fork": "many samples of one prompt",
         "prefix": "first token of a known prompt, and of a new one",
         "host": "what the host adds to each token",
-        "steps": "what steps cost, for quire simulate",
+        "steps": "for quire simulate",
     }
     listed = ", ".join(f"{kind} ({text})" for kind, text in kinds.items())
     parser.add_argument("kind", metavar="KIND", choices=list(kinds), help=listed)
