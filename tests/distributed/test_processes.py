@@ -14,6 +14,7 @@ import pytest
 from quire import LLM
 from quire.distributed.group import free_port
 from tests.distributed import program
+from tests.effort import nightly
 from tests.server.process import LONGEST_S, PYTHON, Server
 from tests.server.tiny_folder import write_tiny_folder
 
@@ -98,7 +99,7 @@ def alone(tiny) -> dict:
         return program.generate(llm) | program.change_weights(llm, str(tiny))
 
 
-@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 4), (4, 4)])
+@pytest.mark.parametrize(("num_processes", "num_devices"), [(2, 4), nightly(4, 4)])
 def test_tokens_are_those_of_one_process(start, tiny, alone, num_processes, num_devices):
     """Greedy and seeded, swapped out and in, with other weights, asleep and awake."""
     found = run_group(start, tiny, num_processes, mesh=f"model={num_devices}", **program.SMALL)
@@ -106,6 +107,7 @@ def test_tokens_are_those_of_one_process(start, tiny, alone, num_processes, num_
     assert found["changed"] != found["greedy"] == found["woken"] == found["zeroed"]
 
 
+@pytest.mark.nightly
 def test_a_real_model_in_two_processes(start, smollm2_gguf):
     knobs = program.SMALL | {"debug": False}
     with LLM(smollm2_gguf, quiet=True, **knobs) as llm:
