@@ -33,6 +33,8 @@ CALIBRATION = Calibration(
     row=0.0001,
     decode_position=1e-6,
     mixed_position=1e-6,
+    seconds_per_move=0.5,
+    pages_per_move=4,
     error=0.0,
 )
 
@@ -123,6 +125,15 @@ def test_a_small_pool_preempts_and_ends():
     assert min(outcome.num_tokens) > 0
 
 
+def test_swapping_takes_its_time():
+    """Pages go to host memory and come back, in moves of four, each of half a second."""
+    config = replace(CONFIG, num_pages=16, num_host_pages=16, preemption="swap")
+    slow = run_fleet(some_traffic(40, rate=1000), config, CALIBRATION)
+    fast = run_fleet(some_traffic(40, rate=1000), config, replace(CALIBRATION, seconds_per_move=0.0))
+    assert slow.preemptions == fast.preemptions > 0
+    assert slow.busy_seconds - fast.busy_seconds >= slow.preemptions * 2 * 0.5
+
+
 def test_samples_share_their_prompt():
     outcome = run_fleet(Traffic([Arrival(0.0, 16, [3, 5, 2])]), CONFIG, CALIBRATION)
     assert outcome.num_tokens[0] == 10
@@ -184,7 +195,7 @@ def test_costs_are_found_again():
         if rng.random() < 0.5:
             size = PlanSize(rows, rows + rng.randint(1, 50), 1, rng.randint(1, 100_000))
         steps.append((size, true.seconds(size)))
-    about = {"model": "none", "machine": "none", "knobs": true.knobs}
+    about = {"model": "none", "machine": "none", "knobs": true.knobs, "seconds_per_move": 0.0, "pages_per_move": 1}
     found = fit(steps, decode_shapes=[4, 8], mixed_shapes=[16, 64], **about)
     assert found.error < 1e-6
     for size in (PlanSize(3, 3, 4, 600), PlanSize(8, 40, 1, 5000)):
@@ -196,7 +207,7 @@ def test_noise_does_not_make_steps_cheaper():
     rng = np.random.default_rng(0)
     sizes = [PlanSize(4, 4, 4, 100)] * 2000
     steps = [(size, CALIBRATION.seconds(size) * rng.lognormal(0, 0.7)) for size in sizes]
-    about = {"model": "none", "machine": "none", "knobs": {}}
+    about = {"model": "none", "machine": "none", "knobs": {}, "seconds_per_move": 0.0, "pages_per_move": 1}
     found = fit(steps, decode_shapes=[4], mixed_shapes=[16], **about)
     assert found.seconds(sizes[0]) == pytest.approx(np.mean([took for _, took in steps]), rel=0.01)
     assert min(found.dispatch, found.row, found.decode_position, found.decode[4]) >= 0

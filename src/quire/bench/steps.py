@@ -38,6 +38,8 @@ def fit_steps(llm: LLM, steps: Sequence[tuple[PlanSize, float]], model: str) -> 
         mixed_shapes=[shape.num_tokens for shape in shapes if not shape.decode],
         model=model,
         machine=f"{platform.machine()}, {engine.config.quantize or engine.config.dtype}",
+        seconds_per_move=engine.runner.seconds_per_move,
+        pages_per_move=engine.runner.pages_per_move,
         knobs=knobs | {"max_model_len": engine.max_model_len},
     )
 

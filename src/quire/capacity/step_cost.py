@@ -26,6 +26,9 @@ class RooflineCost:
     """The share of the bound that steps reach; 1 is the bound itself."""
     decode_shapes: tuple[int, ...]
     mixed_shapes: tuple[int, ...]
+    seconds_per_move: float = 0.0
+    """Of no meaning: no data sheet says what swapping costs, and nothing is swapped."""
+    pages_per_move: int = 1
 
     def seconds(self, size: PlanSize) -> float:
         """See `simulate.cost.Cost`. A window is counted as if every row had the mean number of positions."""
@@ -50,6 +53,9 @@ def roofline_cost(
     """The cost of steps of a model on a slice, and the knobs of an engine there: its pages are those that fit."""
     if not 0 < efficiency <= 1:
         raise FieldError(f"efficiency={efficiency} must be above 0 and at most 1", field="efficiency")
+    if config.num_host_pages:
+        message = f"num_host_pages={config.num_host_pages}: no data sheet says what swapping costs; leave it out"
+        raise FieldError(message, field="num_host_pages")
     model = read_model_config(path)
     length = max_model_len(config.max_model_len, model)
     programs = described_programs(config, model, topology, max_model_len=length)

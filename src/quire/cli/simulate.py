@@ -121,7 +121,7 @@ def _setting(args: argparse.Namespace, swept: dict[str, Any]) -> Setting:
     path, topology = Path(args.model).expanduser(), parse_topology(args.topology)
     cost, own = roofline_cost(path, config, topology, args.efficiency)
     sized = replace(config, **own)
-    return Setting(_scheduler_config(sized, knobs.get("num_host_pages")), cost, sized.max_model_len, routing)
+    return Setting(_scheduler_config(sized, 0), cost, sized.max_model_len, routing)
 
 
 def _scheduler_config(config: EngineConfig, num_host_pages: int | None) -> SchedulerConfig:

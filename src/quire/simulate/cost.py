@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from quire.config import check_whole
 from quire.core.plan import StepPlan
 from quire.field_error import FieldError
 
@@ -49,6 +50,16 @@ def size_of(plan: StepPlan) -> PlanSize:
 class Cost(Protocol):
     """Says how long steps take."""
 
+    @property
+    def seconds_per_move(self) -> float:
+        """To move up to `pages_per_move` pages to host memory or back."""
+        ...
+
+    @property
+    def pages_per_move(self) -> int:
+        """See `seconds_per_move`."""
+        ...
+
     def seconds(self, size: PlanSize) -> float:
         """Of one step, host and device."""
         ...
@@ -74,6 +85,9 @@ class Calibration:
     """Seconds of each position that a decoding token sees."""
     mixed_position: float
     """The same in a mixed step."""
+    seconds_per_move: float
+    """To move up to `pages_per_move` pages to host memory or back."""
+    pages_per_move: int
     error: float
     """How far off it is for the steps it was made from: the median of |predicted / measured - 1|."""
     _ladders: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
@@ -115,8 +129,9 @@ def load_calibration(path: Path) -> Calibration:
             data[name] = {int(size): _seconds(value) for size, value in data[name].items()}
             if not data[name] or min(data[name]) < 1:
                 raise ValueError(f"{name} has no shapes")
-        for name in ("dispatch", "row", "decode_position", "mixed_position", "error"):
+        for name in ("dispatch", "row", "decode_position", "mixed_position", "seconds_per_move", "error"):
             data[name] = _seconds(data[name])
+        check_whole("pages_per_move", data["pages_per_move"], 1, 1 << 20)
         if not isinstance(data["knobs"], dict):
             raise ValueError("knobs is no object")
         return Calibration(**data)

@@ -57,6 +57,8 @@ class SimulatedEngine:
     def __init__(self, config: SchedulerConfig, cost: Cost, traffic: Traffic) -> None:
         self.scheduler: Scheduler = config.build()
         self._cost, self._traffic, self._page_size = cost, traffic, config.page_size
+        self.scheduler.costs.seconds_per_move = cost.seconds_per_move
+        self.scheduler.costs.pages_per_move = cost.pages_per_move
         pool = self.scheduler.tables.pool
         if pool.prefix_cache is not None:
             pool.prefix_cache = NamedPages(pool.prefix_cache, self._names)
@@ -65,7 +67,7 @@ class SimulatedEngine:
         self.is_busy = False
         self.queued_tokens = 0
         """Tokens of the requests that it has, prompts and what they will generate."""
-        self.num_steps = self.num_tokens = 0
+        self.num_steps = 0
         self.busy_seconds = 0.0
 
     def add(self, number: int, arrival: Arrival) -> None:
@@ -88,11 +90,18 @@ class SimulatedEngine:
             return None
         self._plan, self.is_busy = plan, True
         seconds = self._cost.seconds(size_of(plan))
+        if plan.operations[0].swap_outs or plan.operations[0].swap_ins:
+            seconds += self._seconds_of_moves(plan)
         if plan.num_tokens > 2 * len(plan.rows):
             self.scheduler.costs.learn(seconds, plan.num_tokens)
         self.busy_seconds += seconds
         self.num_steps += 1
         return seconds
+
+    def _seconds_of_moves(self, plan: StepPlan) -> float:
+        cost, operations = self._cost, plan.operations[0]
+        moves = [-(-len(pages) // cost.pages_per_move) for pages in (operations.swap_outs, operations.swap_ins)]
+        return sum(moves) * cost.seconds_per_move
 
     def end(self) -> list[TokenEvent]:
         """Commit the step: every row draws as far as it may."""
@@ -101,8 +110,7 @@ class SimulatedEngine:
         rows = plan.rows
         drawn = [DRAWN[rows[sample[1]][3]] for sample in plan.samples]
         events = self.scheduler.commit(plan, DrawnTokens(drawn))
-        for sequence, token_ids, reason in events:
-            self.num_tokens += len(token_ids)
+        for sequence, _, reason in events:
             family = sequence.family  # empty once the last of it has ended
             if reason is not None and family and all(member.finish_reason for member in family):
                 arrival = self._arrivals.pop(sequence.arrival)

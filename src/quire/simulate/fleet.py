@@ -115,26 +115,18 @@ def run_fleet(
     *,
     replicas: int = 1,
     routing: str = "prefix",
-    progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Send all traffic through a fleet, to its end. `progress` is told now and then how many have ended."""
+    """Send all traffic through a fleet, to its end."""
     was_collecting = gc.isenabled()
     gc.disable()  # what ends is taken apart by hand; the collector would look at all arrivals again and again
     try:
-        return _run_fleet(traffic, config, cost, replicas, routing, progress)
+        return _run_fleet(traffic, config, cost, replicas, routing)
     finally:
         if was_collecting:
             gc.enable()
 
 
-def _run_fleet(
-    traffic: Traffic,
-    config: SchedulerConfig,
-    cost: Cost,
-    replicas: int,
-    routing: str,
-    progress: Callable[[int], None] | None,
-) -> Outcome:
+def _run_fleet(traffic: Traffic, config: SchedulerConfig, cost: Cost, replicas: int, routing: str) -> Outcome:
     if not 1 <= replicas <= MAX_REPLICAS:
         raise FieldError(f"replicas={replicas} must be from 1 to {MAX_REPLICAS:,}", field="replicas")
     if routing not in POLICIES:
@@ -149,7 +141,7 @@ def _run_fleet(
     first_token, last_token, num_tokens = outcome.first_token, outcome.last_token, outcome.num_tokens
     ends: list[tuple[float, int]] = []
     """When the steps under way end, and whose they are."""
-    number, num_ended = 0, 0
+    number = 0
 
     def begin(i: int, now: float) -> None:
         seconds = engines[i].begin()
@@ -175,9 +167,6 @@ def _run_fleet(
             num_tokens[request] += len(token_ids)
             if reason is not None:
                 last_token[request] = now
-                num_ended += 1
-                if progress and not num_ended % 1000:
-                    progress(num_ended)
         begin(i, now)
     for engine in engines:
         outcome.busy_seconds += engine.busy_seconds
