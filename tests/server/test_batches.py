@@ -21,8 +21,19 @@ def flags(folder) -> list[str]:
     return [*SMALL, *keys, *FLAGS, "--batch-folder", str(folder)]
 
 
+CLIENTS: list[openai.OpenAI] = []
+
+
 def client(server, key: str = KEYS[0]) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=LONGEST_S)
+    CLIENTS.append(openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=LONGEST_S))
+    return CLIENTS[-1]
+
+
+@pytest.fixture(autouse=True)
+def close_clients():
+    yield
+    while CLIENTS:
+        CLIENTS.pop().close()
 
 
 @pytest.fixture(scope="module")
