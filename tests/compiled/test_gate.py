@@ -4,36 +4,35 @@ What a compiled program says cannot be seen any earlier: in what order it keeps 
 two instructions want two orders.
 """
 
-from concurrent.futures import ThreadPoolExecutor
+import functools
 
 import pytest
 
 from tests.compiled import hlo
 from tests.compiled.report import MODELS
 from tests.compiled.topology import reports_of
+from tests.effort import nightly
 
 pytestmark = pytest.mark.slow
 
 MAX_TEMPORARIES = 64e6
 """Beyond the logits."""
-TARGETS = {("v5e:1x1", 1): ["smollm2"], ("v5e:2x2", 4): ["llama-8b", "qwen3-moe"]}
-"""What CI has the time for; `python -m tests.compiled.report` compiles any model for any slice."""
+TARGETS = [
+    ("v5e:1x1", 1, "smollm2"),
+    ("v5e:2x2", 4, "llama-8b"),
+    nightly(("v5e:2x2", 4, "qwen3-moe")),
+    nightly(("v6e:1x1", 1, "llama-8b")),
+    nightly(("v6e:2x2", 4, "llama-8b")),
+]
+"""`python -m tests.compiled.report` compiles any model for any slice, and with --all every step shape."""
+
+compiled = functools.cache(functools.partial(reports_of, "report"))
 
 
-@pytest.fixture(scope="module")
-def reports() -> dict[tuple[str, int], list[dict]]:
-    """All targets, two at a time (`report --all` compiles every step shape of any model)."""
-    with ThreadPoolExecutor(2) as pool:
-        jobs = {
-            (topology, chips): pool.submit(reports_of, "report", topology, str(chips), *models)
-            for (topology, chips), models in TARGETS.items()
-        }
-        return {target: job.result() for target, job in jobs.items()}
-
-
-@pytest.fixture(params=[*TARGETS], ids=lambda target: f"{target[0]} {target[1]}")
-def programs(request, reports) -> list[dict]:
-    return reports[request.param]
+@pytest.fixture(params=TARGETS, ids=lambda target: " ".join(map(str, target)))
+def programs(request) -> list[dict]:
+    topology, chips, model = request.param
+    return compiled(topology, str(chips), model)
 
 
 def test_nothing_as_large_as_a_weight_or_a_pool_is_copied(programs):
