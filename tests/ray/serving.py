@@ -39,10 +39,25 @@ def main(seconds: float, num_clients: int) -> dict:
             serve.run(build_app(str(folder), **options))
 
         deploy()
-        seen = asyncio.run(churn(Clients(url, expected), deploy, seconds, num_clients))
+        seen = {"hits": hits(url)} | asyncio.run(churn(Clients(url, expected), deploy, seconds, num_clients))
         deploy(api_keys=[KEY], num_replicas=None, autoscaling_config=SCALING, target_queued_tokens=100)
         seen |= {"keys": keys(url), "open after its client is gone": leave(url)}
         return seen | {"scaled": asyncio.run(scale(Clients(url, expected, KEY)))}
+
+
+def hits(url: str) -> int:
+    """Four prompts, four times each, one after another; returns how many requests found their prompt cached."""
+    prompts = [
+        f"{i}, which is the first token of a prompt of a few pages, whose names the router knows." for i in "abcd"
+    ]
+    return sum(cached_tokens(url, prompt) > 0 for _ in range(4) for prompt in prompts)
+
+
+def cached_tokens(url: str, prompt: str) -> int:
+    body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 4}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def churn(clients: Clients, deploy, seconds: float, num_clients: int) -> dict:

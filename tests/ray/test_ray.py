@@ -37,6 +37,7 @@ def check_churn(seen: dict, num_clients: int) -> None:
 def test_no_request_is_lost_while_a_replica_is_killed_and_both_are_replaced():
     seen = run("tests.ray.serving", "8", "16")
     check_churn(seen, 16)
+    assert seen["hits"] == 12, "each prompt goes to the replica that has computed it"
     assert seen["keys"] == {"right": 200, "wrong": 401, "none": 401}
     assert seen["open after its client is gone"] == 0
     assert seen["scaled"] == 2

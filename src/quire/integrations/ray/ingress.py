@@ -52,14 +52,14 @@ class Ingress:
     ) -> None:
         self._engines = engines.options(method_name="handle", stream=True)
         self._prompts = PromptReader(model, revision, model_name, knobs, config.max_priority)
-        self._is_open = len(keys) > 0
+        self._has_keys = len(keys) > 0
         self._timeout_s = config.request_timeout_s
         public = PUBLIC if config.page else PUBLIC - PAGES
         self._guard = Guard(self._forward, keys, config, public, AllowedOrigins(config.allow_origin), {}, frozenset())
 
     async def __call__(self, request: HttpRequest) -> Response:
         """A response that is an ASGI application: Serve calls it with the request's own channels."""
-        if not self._is_open and not _is_loopback(request.scope):
+        if not self._has_keys and not _is_loopback(request.scope):
             message = "these engines have no API key and serve their own machine only; give build_app api_keys"
             error = ApiError(403, message, code="not_local")
             return Response(json.dumps(error.body), error.status, media_type="application/json")
@@ -74,8 +74,7 @@ class Ingress:
         sending = asyncio.create_task(self._respond(request, send))
         gone = asyncio.create_task(_until_gone(receive))
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 await sending
         finally:
@@ -83,14 +82,19 @@ class Ingress:
             sending.cancel()
 
     async def _respond(self, request: ForwardedRequest, send: Send) -> None:
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
         for _ in range(MAX_ATTEMPTS):
             answer = _Answer(request, send)
             pieces = self._engines.remote(request)
             try:
-                async for piece in pieces:
-                    await answer.add(piece)
+                async with asyncio.timeout_at(deadline) as waiting:
+                    async for piece in pieces:
+                        waiting.reschedule(None)  # an engine has it, which has a deadline of its own
+                        await answer.add(piece)
                 await answer.end()
                 return
+            except TimeoutError:
+                raise ApiError(408, "no engine took the request in time", code="deadline") from None
             except (RayError, RayServeException) as error:
                 _log.warning("an engine did not finish a request", extra={"error": type(error).__name__})
                 if answer.has_begun:
@@ -118,7 +122,7 @@ class _Answer:
         """The next piece that an engine sent."""
         if isinstance(piece, ResponseStart):
             self._start = {"type": "http.response.start", "status": piece.status, "headers": piece.headers}
-            self._is_stream = (b"content-type", b"text/event-stream; charset=utf-8") in piece.headers
+            self._is_stream = dict(piece.headers).get(b"content-type", b"").startswith(b"text/event-stream")
             return
         self._held += piece
         if self._is_stream and (self.has_begun or self._held.count(b"\n\n") > NUM_FIRST_EVENTS.get(self._path, 0)):

@@ -2,19 +2,24 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
+from quire.async_llm.admission import Admission
+from quire.async_llm.errors import OverloadError
 from quire.checkpoint.load import find_model, load_tokenizer, read_config
 from quire.config import EngineConfig, EngineKnobs
 from quire.core.sampling_params import SamplingParams
 from quire.integrations.ray.forwarded import NAME_BYTES
 from quire.routing import prompt_hashes
+from quire.server.errors import ApiError
 from quire.server.http.request_body import BodyReader
 from quire.server.openai import schema
 from quire.server.openai.parse import parse_chat, parse_completion
 from quire.server.openai.responses import parse_response
 from quire.server.service import Caller, Service
-from quire.text.tokenizer import Tokenizer
 
 MAX_PAGES = 4096
 """Of a prompt's beginning, that are named."""
@@ -33,7 +38,7 @@ class PromptReader:
     ) -> None:
         path = find_model(model, revision, quiet=True)
         max_len = knobs.get("max_model_len") or read_config(path).max_len
-        self._service = _ServiceWithoutEngine(path, model_name, max_len, max_priority)
+        self._service = _service(path, model_name, max_len, max_priority)
         self._page_size = EngineConfig(**knobs).page_size
         self._bodies = BodyReader(strict=False)
 
@@ -44,7 +49,8 @@ class PromptReader:
         kind, parse = PARSERS[path]
         try:
             parsed = await parse(self._service, self._bodies.read(body, kind)[0], caller)
-        except Exception:  # the engine says what is wrong with it
+        except (ApiError, OverloadError, msgspec.MsgspecError, RecursionError, ValueError):
+            # The engine says what is wrong with it.
             return (), 0
         first, params = parsed.requests[0], parsed.requests[0].params
         num_prompt_tokens = sum(len(request.prompt_token_ids) for request in parsed.requests)
@@ -57,29 +63,9 @@ class PromptReader:
         return tuple(name[:NAME_BYTES] for name in names), num_tokens
 
 
-class _ServiceWithoutEngine(Service):
-    """What parsing a request asks of a service; whether there is room is for the engine to say."""
-
-    def __init__(self, path: Path, model_name: str, max_len: int, max_priority: int) -> None:
-        super().__init__(None, model_name, 0, max_priority)  # pyright: ignore[reportArgumentType]
-        self._tokenizer, self._max_len = load_tokenizer(path), max_len
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        if self._tokenizer is None:
-            raise ValueError("this model has no tokenizer")
-        return self._tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of a prompt and what is generated from it, at most."""
-        return self._max_len
-
-    @property
-    def default_params(self) -> SamplingParams:
-        """Those of no model: how tokens are drawn does not matter here."""
-        return SamplingParams()
-
-    def check_arrival(self, model_name: str | None) -> None:
-        """Let everything in."""
+def _service(path: Path, model_name: str, max_len: int, max_priority: int) -> Service:
+    """A service as far as parsing needs one: it takes everything, since room and defaults are the engine's to judge."""
+    core = SimpleNamespace(tokenizer=load_tokenizer(path), max_request_len=max_len)
+    llm = SimpleNamespace(engine=core, default_params=SamplingParams())
+    engine: Any = SimpleNamespace(llm=llm, admission=Admission())
+    return Service(engine, model_name, 0, max_priority)
