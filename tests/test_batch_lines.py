@@ -9,6 +9,7 @@ import pytest
 
 from quire import AsyncLLM
 from quire.async_llm import UnavailableError
+from quire.server.batches import answer as answer_module
 from quire.server.batches import lines as lines_module
 from quire.server.batches import run as run_module
 from quire.server.batches.answer_file import AnswerFile
@@ -111,10 +112,60 @@ def test_every_byte_where_an_output_can_be_cut_leaves_a_beginning_of_it(given, w
 def test_what_a_file_system_left_of_a_line_after_power_was_lost_is_cut_off(given, whole):
     output = given.with_name("zeros.jsonl")
     end = whole.index(b"\n") + 1
-    for rest in (b"\0" * 50, b"\0" * 50 + b"\n" + whole[end : end + 20], b'{"id": "\xff"}\n'):
+    for rest in (b"\0" * 50, b"\0" * 50 + b"\n" + whole[end : end + 20], whole[end : end + 60] + b'\xff"}\n'):
         output.write_bytes(whole[:end] + rest)
         run(lambda engine: answer_file(engine, given, output))
         assert read_answers(output) == read_answers(whole)
+
+
+def skip_answered(given, output, **how) -> int:
+    """How many lines of an output are kept."""
+    file = AnswerFile(output)
+    try:
+        with given.open("rb") as source:
+            file.skip_answered(read_lines(source, ""), **how)
+    finally:
+        file.close()
+    return file.num_answered
+
+
+@pytest.mark.parametrize("num_answers", [0, 2])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"id,value\n1,2\n",
+        b'{\n "a": 1\n}\n',
+        b"[\n]",
+        b'{"custom_id": "x", "method": "POST"}\n',
+        b'{"id": "x", "error": null}',
+        b"\n\ntext",
+        b"\0\0\0\x18ftyp",
+        b"\0\n\0\x18\n",
+        b"PAR1\x15",
+        b'{"id":"batch_req_\xff\ntext\n',
+    ],
+)
+def test_what_is_no_part_of_an_answer_is_refused_and_stays_as_it_is(given, whole, tmp_path, num_answers, rest):
+    output = tmp_path / "output"
+    content = b"".join(whole.splitlines(keepends=True)[:num_answers]) + rest
+    output.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"line {num_answers + 1} of .* is not the answer to its line"):
+        skip_answered(given, output)
+    assert output.read_bytes() == content
+
+
+def test_good_answers_behind_a_damaged_one_are_cut_off_only_if_nobody_else_can_have_written_it(given, whole, tmp_path):
+    lines, output = whole.splitlines(keepends=True), tmp_path / "output.jsonl"
+    for damaged in (b"\0" * 10 + b"\n", lines[3][:70] + b"\0\0\n"):
+        content = b"".join([*lines[:3], damaged, *lines[4:]])
+        output.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"line 4 of .* is damaged, and answers follow it: remove the lines from 4"
+        ):
+            skip_answered(given, output)
+        assert output.read_bytes() == content
+        assert skip_answered(given, output, is_own=True) == 3
+        assert output.read_bytes() == b"".join(lines[:3])
 
 
 def test_an_output_of_something_else_is_refused_and_stays_as_it_is(given, whole, tmp_path):
@@ -254,6 +305,85 @@ def test_an_engine_that_stops_leaves_a_beginning(given, whole):
     num_answered = output.read_bytes().count(b"\n")
     assert 0 < num_answered < 15
     assert read_answers(output) == read_answers(whole)[:num_answered]
+
+
+# -- an engine that fails ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["before", "inside", "abort"])
+def test_a_line_that_the_engine_gave_up_is_tried_again(given, whole, monkeypatch, how):
+    """It is answered as if nothing had been; a fixed seed draws the same tokens."""
+    monkeypatch.setattr(answer_module, "RETRY_WAIT_S", 0.0)
+    output, gate = given.with_name(f"{how}.jsonl"), Gate()
+    output.unlink(missing_ok=True)
+
+    async def go(engine):
+        task = asyncio.create_task(answer_file(engine, given, output, in_flight=4))
+        for _ in range(2):
+            await asyncio.to_thread(gate.wait_until_held)
+            if how == "abort":
+                streams = engine.streams
+                assert streams
+                for stream in streams:
+                    stream.cancel()
+            else:
+                engine.llm.engine.runner.fail_next = how
+            gate.let(4)
+        await asyncio.to_thread(gate.wait_until_held)
+        gate.open()
+        await task
+        return engine.num_failed_steps
+
+    gate.let(3)
+    num_failed = run(go, gate=gate)
+    assert num_failed == (0 if how == "abort" else 2)
+    assert read_answers(output) == read_answers(whole)
+
+
+def test_a_line_under_which_steps_always_fail_stops_the_run_and_has_no_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(answer_module, "RETRY_WAIT_S", 0.0)
+    lines = [completion("a"), completion("b", prompt=[1] * 30), completion("c")]
+    given, output = write_jsonl(tmp_path / "input", lines), tmp_path / "output"
+
+    async def go(engine):
+        runner = engine.llm.engine.runner
+        inner = runner.run
+
+        def fails_for_b(inputs):
+            if any(len(stream.request.prompt_token_ids) == 30 for stream in engine.streams):
+                raise RuntimeError("this prompt breaks it")
+            return inner(inputs)
+
+        monkeypatch.setattr(runner, "run", fails_for_b)
+        with pytest.raises(UnavailableError, match="line 2 of the input failed inside the engine 3 times"):
+            await answer_file(engine, given, output, in_flight=1)
+
+    run(go)
+    assert [answer["custom_id"] for answer in read_answers(output)] == ["a"]
+    run(lambda engine: answer_file(engine, given, output))
+    assert [answer["response"]["status_code"] for answer in read_answers(output)] == [200] * 3
+
+
+def test_a_failure_that_is_the_lines_own_is_its_answer(tmp_path, monkeypatch):
+    """No step failed: it would fail each time, and the others would wait for it."""
+    given, output = write_jsonl(tmp_path / "input", [completion("a"), completion("b")]), tmp_path / "output"
+
+    async def go(engine):
+        thread = engine.engines.threads[0]
+        deliver = thread._deliver_tokens
+
+        def fails_for_a(state, *how):
+            if state.request.id.startswith(first):
+                raise ValueError("no such text")
+            deliver(state, *how)
+
+        with given.open("rb") as source:
+            first = f"cmpl-{next(read_lines(source, '')).digest}"
+        monkeypatch.setattr(thread, "_deliver_tokens", fails_for_a)
+        await answer_file(engine, given, output)
+
+    run(go)
+    assert [answer["response"]["status_code"] for answer in read_answers(output)] == [500, 200]
 
 
 def test_a_full_disk_ends_the_run(given, tmp_path, monkeypatch):

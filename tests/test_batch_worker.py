@@ -11,6 +11,7 @@ from quire import AsyncLLM
 from quire.core.request import MAX_PRIORITY
 from quire.server.batches import store as store_module
 from quire.server.batches import worker as worker_module
+from quire.server.batches.answer_file import AnswerFile
 from quire.server.batches.store import Store, StoredFile
 from quire.server.batches.worker import Batches
 from quire.server.errors import ApiError
@@ -214,5 +215,130 @@ def test_a_batch_is_cancelled_whatever_it_does(tmp_path):
             for batch in (running, waiting, at_once):
                 assert (await ended(batch)).status == "cancelled"
                 assert (batch.completed, batch.output_file_id) == (0, None)
+
+    run(go)
+
+
+def test_a_cancelled_batch_does_not_wait_for_those_before_it(tmp_path, monkeypatch):
+    """It makes room for another at once, and is not run after a restart."""
+    monkeypatch.setattr(store_module, "MAX_OPEN_BATCHES", 2)
+
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            running = await add_batch(batches)
+            await asyncio.to_thread(gate.wait_until_held)
+            cancelled = []
+            for _ in range(3):
+                waiting = await add_batch(batches)
+                assert (await batches.cancel(CALLER, waiting.id)).status == "cancelled"
+                assert waiting.cancelling_at
+                assert waiting.cancelled_at
+                cancelled.append(waiting.id)
+            with pytest.raises(ApiError, match="has ended"):
+                await batches.cancel(CALLER, waiting.id)
+            assert running.status == "in_progress"
+        async with batches_in(tmp_path) as batches:
+            batches.go_on([CALLER.tenant])
+            kept = batches.tenant(CALLER).batches
+            assert (await ended(kept[running.id])).completed == 12
+            await asyncio.gather(*batches._workers.values())
+            assert {kept[one].status for one in cancelled} == {"cancelled"}
+            assert not list(tmp_path.rglob("*.jsonl"))
+
+    run(go)
+
+
+@pytest.mark.parametrize("num_waits", range(12))
+def test_a_batch_that_is_cancelled_at_any_moment_of_its_start_ends_once(tmp_path, monkeypatch, num_waits):
+    """Before it is read, while it is, and when its lines start: which of them a wait hits does not matter."""
+
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            ends = []
+            become = store_module.StoredBatch.become
+
+            def watched(self, status):
+                become(self, status)
+                if self.has_ended:
+                    ends.append(status)
+
+            monkeypatch.setattr(store_module.StoredBatch, "become", watched)
+            batch = await add_batch(batches)
+            for _ in range(num_waits):
+                await asyncio.sleep(0.001)
+            await batches.cancel(CALLER, batch.id)
+            gate.open()
+            await ended(batch)
+            await asyncio.gather(*batches._workers.values())
+            assert ends == ["cancelled"]
+            assert (batch.output_file_id, batch.completed) == (None, 0)
+            assert not list(tmp_path.rglob("*.jsonl"))
+
+    run(go)
+
+
+@pytest.mark.parametrize("when", ["answers", "files", "record"])
+def test_a_full_disk_holds_a_batch_up_and_loses_nothing(tmp_path, monkeypatch, when):
+    """While answers are written, while files are made of them, and while one of these is noted."""
+    monkeypatch.setattr(worker_module, "RETRY_S", 0.01)
+    where = {"answers": (AnswerFile, "write"), "files": (worker_module, "_split"), "record": (store_module, "_replace")}
+    owner, name = where[when]
+    original, num_failed = getattr(owner, name), 0
+
+    async def go():
+        async with batches_in(tmp_path) as batches:
+            batch = await add_batch(batches)
+
+            def full(*args):
+                nonlocal num_failed
+                is_due = batch.completed == 7 if when == "answers" else batch.status == "finalizing"
+                if is_due and num_failed < 3:
+                    num_failed += 1
+                    raise OSError(28, "No space left on device")
+                return original(*args)
+
+            monkeypatch.setattr(owner, name, full)
+            assert (await ended(batch)).status == "completed"
+            await asyncio.gather(*batches._workers.values())
+            tenant = batches.tenant(CALLER)
+            assert (num_failed, batch.completed, batch.errors) == (3, 12, None)
+            assert len(answers_of(batches, batch.output_file_id)) == 12
+            assert tenant.num_bytes == sum(file.bytes for file in tenant.files.values())
+            assert not [path for path in tmp_path.rglob("*") if path.suffix in (".jsonl", ".part")]
+
+    run(go)
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_batch_that_cannot_go_on_keeps_what_it_has(tmp_path, monkeypatch, is_lost):
+    """Because of a bug of ours, and because its input is gone: then there is nothing to make files of."""
+
+    async def go():
+        async with batches_in(tmp_path) as batches:
+            write = AnswerFile.write
+            batch = await add_batch(batches)
+            tenant = batches.tenant(CALLER)
+
+            def fails(self, answer):
+                if batch.completed == 7:
+                    if is_lost:
+                        tenant.path(tenant.file(batch.input_file_id)).unlink()
+                    raise KeyError("a bug")
+                write(self, answer)
+
+            monkeypatch.setattr(AnswerFile, "write", fails)
+            assert (await ended(batch)).status == "failed"
+            await asyncio.gather(*batches._workers.values())
+            assert batch.errors
+            assert batch.errors[0]["code"] == "internal"
+            assert batch.completed == 7
+            assert (batch.output_file_id is None) == is_lost
+            if not is_lost:
+                assert len(answers_of(batches, batch.output_file_id)) == 7
+            assert not [path for path in tmp_path.rglob("*") if path.suffix in (".jsonl", ".part")]
 
     run(go)

@@ -94,10 +94,19 @@ def test_wrong_files_and_flags_are_told_before_a_model_is_loaded(tiny_folder, tm
     given, output = write_jsonl(tmp_path / "input.jsonl", lines(3)), tmp_path / "output.jsonl"
     assert "is no file" in finish(batch(tiny_folder, tmp_path / "none.jsonl", output), 2)
     assert "is the input" in finish(batch(tiny_folder, given, given), 2)
+    before = given.read_bytes()
+    derived = tmp_path / "derived.parquet.jsonl"
+    derived.hardlink_to(given)
+    assert "is the input" in finish(batch(tiny_folder, given, tmp_path / "derived.parquet"), 2)
+    assert given.read_bytes() == before
     assert "--max-cost" in finish(batch(tiny_folder, given, output, "--max-cost", "0"), 2)
     assert "cannot be written" in finish(batch(tiny_folder, given, tmp_path / "no" / "folder.jsonl"), 2)
     output.write_text('{"id": "batch_req_of_something_else", "error": null}\n')
     assert "is not the answer to its line" in finish(batch(tiny_folder, given, output), 2)
+    notes = tmp_path / "notes.csv"
+    notes.write_text("id,value\n1,2\n")
+    assert "is not the answer to its line" in finish(batch(tmp_path / "no-model", given, notes), 2)
+    assert notes.read_text() == "id,value\n1,2\n"
 
 
 def test_parquet_rows_keep_their_columns_and_get_answers(tiny_folder, tmp_path):
@@ -136,7 +145,12 @@ def test_a_parquet_output_goes_on_where_it_was_stopped(tiny_folder, tmp_path):
     assert not output.exists()
     finish(batch(tiny_folder, given, output, "--max-tokens", "4"))
     assert pq.read_table(output).num_rows == 12
+    before = output.read_bytes()
     assert "all 12 lines are answered" in finish(batch(tiny_folder, given, output, "--max-tokens", "4"))
+    assert "is not made from" in finish(batch(tiny_folder, given, output, "--max-tokens", "5"), 2)
+    (tmp_path / "output.parquet.jsonl").touch()
+    assert "is not made from" in finish(batch(tiny_folder, given, output, "--max-tokens", "5"), 2)
+    assert output.read_bytes() == before
     taken = tmp_path / "taken.parquet"
     pq.write_table(pa.table({"prompt": ["a"], "response": ["b"]}), taken)
     assert "'response', which answers are written to" in finish(batch(tiny_folder, taken, tmp_path / "o.parquet"), 2)

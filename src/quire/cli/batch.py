@@ -45,27 +45,33 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{error.name} is missing: batches need `pip install 'quire[server]'`") from None
     if args.max_cost is not None:
         check_whole("--max-cost", args.max_cost, 1, MAX_COST)
-    if args.output.exists() and args.input.exists() and args.output.samefile(args.input):
-        raise ValueError(f"-o {args.output} is the input: give another name")
-    knobs, name = engine_knobs(args), args.served_model_name or model_name(args.model, args.revision)
-    defaults = {"model": name} | given_sampling(args)
-    given = _open_input(args.input)
     is_parquet = args.output.suffix == ".parquet"
     answers = args.output.with_name(args.output.name + ".jsonl") if is_parquet else args.output
+    for path in {args.output, answers}:
+        if path.exists() and args.input.exists() and path.samefile(args.input):
+            raise ValueError(f"-o {args.output}: {path} would be written, and is the input: give another name")
+    knobs, name = engine_knobs(args), args.served_model_name or model_name(args.model, args.revision)
+    defaults = {"model": name} | given_sampling(args)
+    batch = json.dumps(defaults, sort_keys=True)
+    defaults.pop("seed", None)  # it is in the name of the batch: every line draws by a seed of its own
+    given = _open_input(args.input)
     if is_parquet:
-        from quire.cli.parquet import check_columns, num_rows
+        from quire.cli.parquet import answered_batch, batch_digest, check_columns
 
         check_columns(given)
-        if args.output.exists() and not answers.exists():
-            if num_rows(args.output) != given.num_lines:
-                raise ValueError(f"{args.output} is not made from {args.input}: give another name, or remove it")
-            _say(f"all {given.num_lines:,} lines are answered: {args.output}")
-            return 0
+        if args.output.exists():
+            if answered_batch(args.output) != batch_digest(given.lines(batch)):
+                raise ValueError(
+                    f"{args.output} is not made from {args.input} with this model and these flags: give another name, "
+                    "or remove it"
+                )
+            if not answers.exists():
+                _say(f"all {given.num_lines:,} lines are answered: {args.output}")
+                return 0
     # Not of what is left: a run that goes on computes in the same shapes.
     knobs["max_num_seqs"] = knobs["max_num_seqs"] or min(max(given.num_lines, 1), EngineConfig.max_num_seqs)
     with contextlib.closing(AnswerFile(answers)) as output:
-        lines = given.lines(json.dumps(defaults, sort_keys=True))
-        defaults.pop("seed", None)  # it is in the name of the batch: every line draws by a seed of its own
+        lines = given.lines(batch)
         output.skip_answered(lines)
         if output.num_answered:
             _say(f"{output.num_answered:,} of {given.num_lines:,} lines have been answered before")
@@ -74,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
             if status:
                 return status
         if is_parquet:
-            from quire.cli.parquet import write_parquet
+            from quire.cli.parquet import batch_digest, write_parquet
 
-            write_parquet(given, answers, args.output)
+            write_parquet(given, answers, args.output, batch_digest(given.lines(batch)))
             answers.unlink()
     failed = f", {output.num_failed:,} of them with an error" if output.num_failed else ""
     _say(f"all {given.num_lines:,} lines are answered{failed}: {args.output}")

@@ -1,12 +1,14 @@
 """Parquet for `quire batch`: rows as lines of a batch, and answers as columns beside the rows they belong to.
 
 A row has its prompt in a column `prompt`, text or token ids, or its conversation in `messages`, a list of messages or
-JSON. A column `custom_id` names it; other columns are kept, and not looked at.
+JSON. A column `custom_id` names it; other columns are kept, and not looked at. Bytes are text in UTF-8: some programs
+write text as such.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ except ModuleNotFoundError:
 
 ROWS = 1024
 """That are in memory at once."""
+DIGEST_KEY = b"quire.batch"
+"""In the metadata of an output."""
 ENDPOINTS = {"prompt": "/v1/completions", "messages": "/v1/chat/completions"}
 ANSWER = pa.schema(
     {
@@ -52,6 +56,13 @@ class ParquetInput:
             raise ValueError(f"INPUT {path} needs a column 'prompt' or one 'messages', and not both: it has {found}")
         self._column = columns[0]
         self._columns = [*columns, *(["custom_id"] if "custom_id" in names else [])]
+        kinds = {name: self.file.schema_arrow.field(name).type for name in self._columns}
+        for name, kind in kinds.items():
+            if pa.types.is_nested(kind) and _has_bytes(kind):
+                raise ValueError(f"INPUT {path}: column {name!r} is {kind}, with bytes inside: cast them to strings")
+        if any(_has_bytes(kind) for kind in kinds.values()):
+            for _ in self.lines(""):  # a row that is no text is told before a model is loaded
+                pass
 
     def lines(self, batch: str) -> Iterator[Line]:
         """One line for each row; one without a `custom_id` is called by its number."""
@@ -62,6 +73,7 @@ class ParquetInput:
                 yield line_of(self._text(row, number), number, batch)
 
     def _text(self, row: dict[str, Any], number: int) -> bytes:
+        row = {name: _text_of(value, name, number) for name, value in row.items()}
         value = row[self._column]
         if self._column == "messages":
             value = _messages(value)
@@ -76,10 +88,18 @@ class ParquetInput:
         )
 
 
-def num_rows(path: Path) -> int | None:
-    """The rows of a file; None if it is no Parquet."""
+def batch_digest(lines: Iterable[Line]) -> bytes:
+    """What tells a batch from any other: its lines, and what else their answers depend on."""
+    hashed = hashlib.sha256()
+    for line in lines:
+        hashed.update(line.digest.encode())
+    return hashed.hexdigest().encode()
+
+
+def answered_batch(path: Path) -> bytes | None:
+    """The digest of the batch whose answers are in a file; None if it has no such answers."""
     try:
-        return pq.read_metadata(path).num_rows
+        return (pq.read_schema(path).metadata or {}).get(DIGEST_KEY)
     except (OSError, pa.ArrowException):
         return None
 
@@ -91,14 +111,18 @@ def check_columns(given: Any) -> None:
         raise ValueError(f"INPUT has a column {taken[0]!r}, which answers are written to: rename it")
 
 
-def write_parquet(given: Any, answers: Path, output: Path) -> None:
-    """Write the rows of the input with their answers; of lines in JSON, their `custom_id`. All of it, or nothing."""
+def write_parquet(given: Any, answers: Path, output: Path, digest: bytes) -> None:
+    """Write the rows of the input with their answers; of lines in JSON, their `custom_id`. All of it, or nothing.
+
+    The digest is that of the batch, for `answered_batch` to find.
+    """
     part = output.with_name(output.name + ".part")
     with answers.open("rb") as source:
         tables = _beside_rows(given.file, source) if isinstance(given, ParquetInput) else _alone(source)
         schema = given.file.schema_arrow if isinstance(given, ParquetInput) else pa.schema({"custom_id": pa.string()})
         for field in ANSWER:
             schema = schema.append(field)
+        schema = schema.with_metadata({**(schema.metadata or {}), DIGEST_KEY: digest})
         with pq.ParquetWriter(part, schema) as writer:
             for table in tables:
                 writer.write_table(table)
@@ -137,6 +161,28 @@ def _columns(line: bytes) -> dict[str, Any]:
         "completion_tokens": body["usage"].get("completion_tokens"),
         "response": json.dumps(body, ensure_ascii=False),
     }
+
+
+def _has_bytes(kind: Any) -> bool:
+    """Whether values of an Arrow type are bytes, or hold some."""
+    if pa.types.is_dictionary(kind):
+        return _has_bytes(kind.value_type)
+    if pa.types.is_nested(kind):
+        return any(_has_bytes(kind.field(i).type) for i in range(kind.num_fields))
+    are_bytes = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_binary_view
+    return any(is_one(kind) for is_one in are_bytes)
+
+
+def _text_of(value: Any, column: str, number: int) -> Any:
+    """A value, as text if it is bytes."""
+    if not isinstance(value, bytes):
+        return value
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"INPUT, row {number}, column {column!r} is bytes that are no UTF-8 ({error.reason}): make it a string"
+        ) from None
 
 
 def _messages(value: Any) -> Any:

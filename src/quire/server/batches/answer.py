@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from quire.async_llm.errors import OverloadError, UnavailableError
+from quire.async_llm.errors import GenerationError, OverloadError, UnavailableError
 from quire.core.request import Request
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 OVERLOAD_WAIT_S = 0.2
 """Between two tries to start a line where too much waits already."""
+MAX_TRIES = 3
+"""Of a line that the engine gives up: a step failed, or somebody aborted the request. It draws by the same seed."""
+RETRY_WAIT_S = 1.0
+"""Between two of them."""
 GENERATING: dict[str, tuple[type[schema.Sampling], Any, str]] = {
     "/v1/chat/completions": (schema.ChatRequest, parse_chat, "chatcmpl-"),
     "/v1/completions": (schema.CompletionRequest, parse_completion, "cmpl-"),
@@ -114,13 +118,32 @@ class Answerer:
             return _failed(line, custom_id, as_api_error(error))
 
     async def answer(self, parsed: ParsedLine) -> Answer:
-        """Run a line to its end. UnavailableError if the engine is gone before."""
+        """Run a line to its end. UnavailableError if the engine is gone before, or gives it up again and again."""
         line = parsed.line
+        for num_before in range(MAX_TRIES):
+            if num_before:
+                await asyncio.sleep(RETRY_WAIT_S)
+                again = await self.parse(line)  # a grammar is for one try
+                if isinstance(again, Answer):
+                    return again
+                parsed = again
+            if answer := await self._try(parsed):
+                return answer
+        raise UnavailableError(f"line {line.number} of the input failed inside the engine {MAX_TRIES} times")
+
+    async def _try(self, parsed: ParsedLine) -> Answer | None:
+        """Run a line; None if it did not end for a reason that is not its own."""
+        line, engine = parsed.line, self._service.engine
+        num_failed_before = engine.num_failed_steps
         try:
             body = await self._patiently(parsed.respond)
         except UnavailableError:
             raise
         except Exception as error:
+            if isinstance(error, GenerationError):
+                is_failed_step = error.reason == "error" and engine.num_failed_steps > num_failed_before
+                if is_failed_step or error.reason == "cancelled":
+                    return None
             return _failed(line, parsed.custom_id, as_api_error(error))
         response = {"status_code": 200, "request_id": f"req_{line.digest}", "body": body}
         usage = body["usage"]

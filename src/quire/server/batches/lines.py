@@ -7,6 +7,8 @@ from typing import BinaryIO
 
 MAX_LINE_BYTES = 8 << 20
 """Of one request, as much as a server takes over HTTP. Of a longer line no more than this is ever in memory."""
+ANSWER_PREFIX = "batch_req_"
+"""Of what answers are called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def count_lines(file: BinaryIO) -> int:
 
 def answer_id(line: Line) -> str:
     """What the answer to a line is called."""
-    return f"batch_req_{line.digest}"
+    return f"{ANSWER_PREFIX}{line.digest}"
 
 
 def _hash(batch: str, number: int, text: bytes) -> "hashlib._Hash":

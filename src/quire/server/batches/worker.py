@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MAX_LINES = 50_000
 RETRY_S = 5.0
-"""Until a batch goes on after the engine took nothing."""
+"""Until a batch goes on after the engine took nothing, or the disk."""
 EXPIRED = f"the batch was not done after {WINDOW_S // 3600} hours, and this line was not run"
 
 _log = logging.getLogger("quire.server")
@@ -104,6 +104,8 @@ class Batches:
             batch.become("cancelling")
             if batch.id in self._runs:
                 self._runs[batch.id].cancel()
+            elif not tenant.answers_path(batch).exists():  # there is nothing to make files of, nor to wait for
+                batch.become("cancelled")
             await tenant.save(batch)
         return batch
 
@@ -131,9 +133,10 @@ class Batches:
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:  # such as a disk that is full, or a file that somebody removed
                     _log.error("batch failed", extra={"error": type(error).__name__, "at": error_location(error)})
-                    _fail(batch, "internal", "the server could not go on with this batch")
-                    with contextlib.suppress(OSError):
-                        await tenant.save(batch)
+                    if _may_pass(error) and time.time() < batch.expires_at:
+                        await asyncio.sleep(RETRY_S)
+                    elif not batch.has_ended:  # else its end is only not on the disk: the next server ends it again
+                        await self._give_up(tenant, batch)
         finally:
             del self._workers[name]
 
@@ -164,7 +167,7 @@ class Batches:
         answers = AnswerFile(tenant.answers_path(batch))
         with contextlib.closing(answers), path.open("rb") as file:
             lines = read_lines(file, batch.id)
-            await asyncio.to_thread(answers.skip_answered, lines)
+            await asyncio.to_thread(answers.skip_answered, lines, is_own=True)
             if batch.status != "in_progress":  # cancelled meanwhile
                 return
             batch.failed, batch.completed = answers.num_failed, answers.num_answered - answers.num_failed
@@ -172,7 +175,11 @@ class Batches:
 
             def write(answer: Answer) -> None:
                 tenant.take_room(len(answer.content))
-                answers.write(answer)
+                try:
+                    answers.write(answer)
+                except OSError:
+                    tenant.num_bytes -= len(answer.content)
+                    raise
                 batch.failed += answer.is_error
                 batch.completed += not answer.is_error
 
@@ -209,6 +216,17 @@ class Batches:
         await tenant.save(batch)
         tenant.answers_path(batch).unlink(missing_ok=True)
 
+    async def _give_up(self, tenant: Tenant, batch: StoredBatch) -> None:
+        """End a batch that cannot go on; what it has answered so far stays, if files can be made of it."""
+        batch.end, batch.errors = "failed", [_error("internal", "the server could not go on with this batch")]
+        try:
+            await self._finalize(tenant, batch)
+        except Exception:
+            batch.become("failed")
+            with contextlib.suppress(OSError):
+                await tenant.save(batch)
+            tenant.answers_path(batch).unlink(missing_ok=True)
+
     async def _make_files(self, tenant: Tenant, batch: StoredBatch, *parts: Path) -> None:
         path = tenant.path(tenant.file(batch.input_file_id))
         sizes = await asyncio.to_thread(_split, batch, path, tenant.answers_path(batch), *parts)
@@ -222,9 +240,9 @@ class Batches:
                 filename=f"{batch.id}_{kind}.jsonl",
                 purpose="batch_output",
             )
-            if file.id not in tenant.files:  # else a crash came between this and the end
-                tenant.num_bytes += num_bytes
+            is_new = file.id not in tenant.files  # else a crash came between this and the end
             await tenant.add_file(file, part)
+            tenant.num_bytes += num_bytes * is_new
             setattr(batch, f"{kind}_file_id", file.id)
 
 
@@ -237,7 +255,7 @@ def _split(batch: StoredBatch, given: Path, answers: Path, output: Path, errors:
     """Write the answers of a batch to two files; returns their sizes. Lines that expired are errors, too."""
     with contextlib.closing(AnswerFile(answers)) as file, given.open("rb") as source:
         lines = read_lines(source, batch.id)
-        file.skip_answered(lines)
+        file.skip_answered(lines, is_own=True)
         for line in lines if batch.end == "expired" else ():
             file.write(not_run(line, "batch_expired", EXPIRED))
         batch.failed, batch.completed = file.num_failed, file.num_answered - file.num_failed
@@ -247,6 +265,11 @@ def _split(batch: StoredBatch, given: Path, answers: Path, output: Path, errors:
         write_synced(good)
         write_synced(bad)
         return good.tell(), bad.tell()
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether waiting may help: a disk that is full may have room again, a file that is gone stays so."""
+    return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
 def _fail(batch: StoredBatch, code: str, message: str) -> None:
