@@ -211,6 +211,40 @@ def test_whatever_a_stranger_says_first_is_no_introduction(data):
         introduce(Tape(data), KEY, {})  # type: ignore[arg-type]
 
 
+class Trickle(Tape):
+    """A peer that sends one byte every three seconds, by a clock of its own."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        super().__init__(data)
+        self.now, self._timeout = 100.0, 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def settimeout(self, seconds: float) -> None:
+        assert seconds > 0, "a socket would not wait at all"
+        self._timeout = seconds
+
+    def recv(self, length: int) -> bytes:
+        self.now += min(3.0, self._timeout)
+        if self._timeout <= 3.0:
+            raise TimeoutError
+        return super().recv(1)
+
+
+@pytest.mark.parametrize(
+    "shake",
+    [lambda peer: welcome(peer, KEY, lambda _: None), lambda peer: introduce(peer, KEY, {})],
+    ids=["leader", "follower"],
+)
+def test_who_sends_a_byte_now_and_then_does_not_hold_a_handshake_open(shake, monkeypatch):
+    peer = Trickle(channel.MAGIC + bytes(5000))
+    monkeypatch.setattr(channel, "time", peer)
+    with pytest.raises(ChannelError, match="5 seconds"):
+        shake(peer)
+    assert peer.now == 100.0 + channel.HANDSHAKE_S
+
+
 def test_a_leader_that_did_not_see_the_nonce_is_none():
     """Somebody who recorded a whole handshake plays the leader's part again."""
     old = channel.MAGIC + bytes(32)

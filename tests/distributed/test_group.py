@@ -178,6 +178,53 @@ def test_strangers_do_not_keep_a_group_from_coming_together(meet):
     assert (lead.process_ids, lead.failure) == ([1], None)
 
 
+def test_a_follower_that_finds_no_place_among_idle_strangers_tries_again(meet, monkeypatch):
+    found, turned_away = [], threading.Event()
+
+    def introduce(*given):
+        try:
+            return channel.introduce(*given)
+        except GroupError:
+            turned_away.set()
+            raise
+
+    def come() -> None:
+        strangers: list[socket.socket] = []
+        with contextlib.ExitStack() as closing:
+            for _ in range(leader.MAX_HANDSHAKES):
+                wait_until(lambda: _connected(meet.coordinator, strangers))
+                closing.enter_context(strangers[-1]).recv(1)  # it has its place
+            follows = threading.Thread(target=caught, args=(meet.follow, found))
+            follows.start()
+            assert turned_away.wait(SOON_S)
+        follows.join()
+
+    monkeypatch.setattr(channel, "HANDSHAKE_S", SOON_S)  # or strangers leave by themselves
+    monkeypatch.setattr("quire.distributed.follower.introduce", introduce)
+    lead = meet.lead_beside(come)
+    assert (lead.process_ids, lead.failure) == ([1], None)
+
+
+def test_a_follower_that_meets_somebody_who_goes_away_tries_again(meet):
+    found: list = []
+    follows = threading.Thread(target=caught, args=(meet.follow, found))
+    with socket.create_server(group.address_of(meet.coordinator)) as before:
+        follows.start()
+        before.accept()[0].close()
+    lead = meet.lead()
+    follows.join()
+    assert (lead.process_ids, lead.failure) == ([1], None)
+
+
+def test_what_listens_and_says_nothing_is_no_leader(meet, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_S", 0.1)
+    with (
+        socket.create_server(group.address_of(meet.coordinator)),
+        pytest.raises(GroupError, match=r"no leader has answered at .* in join_timeout_s=1: has not been heard of"),
+    ):
+        meet.follow(join_timeout_s=1)
+
+
 def _connected(coordinator: str, sockets: list) -> bool:
     try:
         sockets.append(socket.create_connection(group.address_of(coordinator)))
@@ -270,6 +317,25 @@ def test_a_replayed_step_is_never_run(meet, capsys):
     assert "where" in capsys.readouterr().err
     assert follower.expect("connect") == ("once",)
     assert follower._commands.empty()
+
+
+def test_followers_that_hang_up_while_others_are_told_to_close_do_not_fail_the_group(meet, caplog):
+    """A process that fails its group ends with 1, and that of a job which is done must not."""
+    found: list = []
+    lead = meet.lead_beside(
+        *(partial(caught, partial(meet.follow, i, num_processes=3), found) for i in (1, 2)), num_processes=3
+    )
+    first, last = (one.connection for one in lead._followers.values())
+    follower = next(one for one in found if one._config.process_id == next(iter(lead._followers)))
+    with last._lock:  # it cannot be told yet
+        closing = threading.Thread(target=lead.close)
+        closing.start()
+        assert follower.expect("close") == ()
+        follower._connection.close()
+        wait_until(lambda: first._socket.fileno() < 0)
+    closing.join()
+    assert all(one.expect("close") == () for one in found if one is not follower)
+    assert (lead.failure, caplog.text) == (None, "")
 
 
 # -- configuration -----------------------------------------------------------------------------------------------------

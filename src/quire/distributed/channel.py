@@ -22,10 +22,11 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from quire.distributed.errors import ChannelError, WrongKeyError
+from quire.distributed.errors import ChannelError, UnansweredError, WrongKeyError
 
 MAGIC = b"quire group 1\n"
 NONCE_LEN = MAC_LEN = 32
@@ -38,6 +39,7 @@ SMALL_FRAME_LEN = 1 << 16
 SILENT_S = 5.0
 """A peer that has sent nothing for so long is gone: it beats five times as often."""
 HANDSHAKE_S = 5.0
+"""All of a handshake, however slowly a stranger sends."""
 
 Facts = Mapping[str, Any]
 _HEADER = struct.Struct(">QI")
@@ -72,7 +74,7 @@ class Connection:
                 for piece in pieces:
                     self._socket.sendall(piece)
             except OSError as error:
-                raise ChannelError(_what_happened(error)) from error
+                raise ChannelError(_what_happened(error, SILENT_S)) from error
 
     def receive(self) -> bytes:
         """The payload of the next frame. ChannelError if the peer is gone or silent, or if it is not the next."""
@@ -100,23 +102,32 @@ class Connection:
         self._socket.close()
 
 
-def read_exactly(sock: socket.socket, length: int) -> bytes:
-    """So many bytes. Memory is taken as they come, whatever was announced."""
+def read_exactly(sock: socket.socket, length: int, deadline: float | None = None) -> bytes:
+    """So many bytes, all before `deadline` if there is one. Memory is taken as they come, whatever was announced."""
     data = bytearray()
     while len(data) < length:
         try:
+            if deadline is not None:
+                sock.settimeout(_seconds_until(deadline))
             piece = sock.recv(min(length - len(data), 1 << 20))
         except OSError as error:
-            raise ChannelError(_what_happened(error)) from error
+            raise ChannelError(_what_happened(error, SILENT_S if deadline is None else HANDSHAKE_S)) from error
         if not piece:
             raise ChannelError("has ended, or closed the connection")
         data += piece
     return bytes(data)
 
 
-def _what_happened(error: OSError) -> str:
+def _seconds_until(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _what_happened(error: OSError, seconds: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"has not been heard of for {SILENT_S:g} seconds: it hangs, or the network is cut"
+        return f"has not been heard of for {seconds:g} seconds: it hangs, or the network is cut"
     return "has ended, or closed the connection"
 
 
@@ -130,10 +141,11 @@ def welcome(sock: socket.socket, key: bytes, answer: Callable[[Facts], str | Non
     if it is refused, and WrongKeyError if it has another key; both after it has been told.
     """
     sock.settimeout(HANDSHAKE_S)
+    deadline = time.monotonic() + HANDSHAKE_S
     ours = secrets.token_bytes(NONCE_LEN)
     sock.sendall(MAGIC + ours)
-    theirs = read_exactly(sock, NONCE_LEN)
-    told = _read_signed(sock, key, b"follower" + ours + theirs)
+    theirs = read_exactly(sock, NONCE_LEN, deadline)
+    told = _read_signed(sock, key, b"follower" + ours + theirs, deadline)
     if told is None:
         _send_signed(sock, key, b"leader" + ours + theirs, {"refused": "another key"})
         raise WrongKeyError("came with another key")
@@ -146,14 +158,21 @@ def welcome(sock: socket.socket, key: bytes, answer: Callable[[Facts], str | Non
 
 
 def introduce(sock: socket.socket, key: bytes, facts: Facts) -> Connection:
-    """The follower's end: the connection to the leader. ChannelError if it refuses us."""
-    sock.settimeout(HANDSHAKE_S)
-    if read_exactly(sock, len(MAGIC)) != MAGIC:
+    """The follower's end: the connection to the leader.
+
+    ChannelError if it refuses us, and UnansweredError if it goes away before it has said that it is one.
+    """
+    deadline = time.monotonic() + HANDSHAKE_S
+    try:
+        magic = read_exactly(sock, len(MAGIC), deadline)
+    except ChannelError as error:
+        raise UnansweredError(str(error)) from error
+    if magic != MAGIC:
         raise ChannelError("is not a leader of this version of Quire")
-    theirs, ours = read_exactly(sock, NONCE_LEN), secrets.token_bytes(NONCE_LEN)
+    theirs, ours = read_exactly(sock, NONCE_LEN, deadline), secrets.token_bytes(NONCE_LEN)
     sock.sendall(ours)
     _send_signed(sock, key, b"follower" + theirs + ours, facts)
-    told = _read_signed(sock, key, b"leader" + theirs + ours)
+    told = _read_signed(sock, key, b"leader" + theirs + ours, deadline)
     if told is None:
         raise WrongKeyError("has another key")
     if told.get("refused") is not None:
@@ -176,13 +195,13 @@ def _send_signed(sock: socket.socket, key: bytes, context: bytes, facts: Facts) 
     sock.sendall(_LENGTH.pack(len(body)) + body + hmac.digest(key, context + body, "sha256"))
 
 
-def _read_signed(sock: socket.socket, key: bytes, context: bytes) -> dict[str, Any] | None:
+def _read_signed(sock: socket.socket, key: bytes, context: bytes, deadline: float) -> dict[str, Any] | None:
     """What the peer says; None if it is signed with another key, and then nothing of it has been looked at."""
-    (length,) = _LENGTH.unpack(read_exactly(sock, _LENGTH.size))
+    (length,) = _LENGTH.unpack(read_exactly(sock, _LENGTH.size, deadline))
     if length > MAX_FACTS_LEN:
         raise ChannelError(f"sent {length} bytes of facts; at most {MAX_FACTS_LEN} are allowed")
-    body = read_exactly(sock, length)
-    if not hmac.compare_digest(hmac.digest(key, context + body, "sha256"), read_exactly(sock, MAC_LEN)):
+    body, given = read_exactly(sock, length, deadline), read_exactly(sock, MAC_LEN, deadline)
+    if not hmac.compare_digest(hmac.digest(key, context + body, "sha256"), given):
         return None
     facts = json.loads(body)
     if not isinstance(facts, dict):

@@ -9,5 +9,9 @@ class ChannelError(GroupError):
     """A connection broke, or brought something that nobody in the group has sent."""
 
 
+class UnansweredError(ChannelError):
+    """Nobody is there, or the other end went away before it said who it is: somebody else may answer later."""
+
+
 class WrongKeyError(ChannelError):
     """The other end has another key."""

@@ -23,7 +23,7 @@ from quire.config import EngineConfig
 from quire.device.models.weights import params_shardings, weight_specs
 from quire.device.runner import ModelRunner
 from quire.distributed.channel import Connection, Facts, introduce
-from quire.distributed.errors import ChannelError, GroupError
+from quire.distributed.errors import ChannelError, GroupError, UnansweredError
 from quire.distributed.group import address_of, connect_jax, prepare_jax, read_key
 from quire.distributed.messages import BEAT_S, CODEC, pieces_of, whole_index
 
@@ -161,21 +161,30 @@ class Follower:
 
 
 def _connect(config: EngineConfig, facts: Facts) -> Connection:
-    assert config.coordinator is not None
+    """The connection to the leader, tried until it answers: it may come later, or have no place for us just now."""
     key, deadline = read_key(config.group_key_file), time.monotonic() + config.join_timeout_s
     while True:
         try:
-            sock = socket.create_connection(address_of(config.coordinator), CONNECT_S)
-        except OSError as error:
+            return _try_to_connect(config, key, facts)
+        except UnansweredError as error:
             if time.monotonic() > deadline:
                 raise GroupError(
                     f"no leader has answered at {config.coordinator} in join_timeout_s={config.join_timeout_s}: {error}"
                 ) from None
             time.sleep(RETRY_S)
-            continue
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        try:
-            return introduce(sock, key, {**facts, "process_id": config.process_id})
         except (ChannelError, OSError) as error:
-            sock.close()
             raise GroupError(f"the leader at {config.coordinator} {error}") from None
+
+
+def _try_to_connect(config: EngineConfig, key: bytes, facts: Facts) -> Connection:
+    assert config.coordinator is not None
+    try:
+        sock = socket.create_connection(address_of(config.coordinator), CONNECT_S)
+    except OSError as error:
+        raise UnansweredError(str(error)) from None
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return introduce(sock, key, {**facts, "process_id": config.process_id})
+    except BaseException:
+        sock.close()
+        raise

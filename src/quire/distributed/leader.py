@@ -345,10 +345,13 @@ class Leader:
 
     def close(self) -> None:
         """Let the followers go."""
-        if not self.failure and not self._is_closed:
-            with contextlib.suppress(GroupError):
-                self.send("close")
-        self._is_closed = True
+        with self._changed:  # before anybody is told: who then hangs up does as it should, and the group has not failed
+            is_running = not self.failure and not self._is_closed
+            self._is_closed = True
+        if is_running:
+            payload = CODEC.encode(("close",))
+            for follower in self._followers.values():
+                _tell(follower.connection, payload)
         self._to_wait_for.put(None)
         self._stop_listening()
 
