@@ -1,6 +1,6 @@
 """Runs in the environment of .ci/ray-env: the router and the autoscaling policy, given what replicas report.
 
-Prints one JSON object of what they choose. No cluster is started.
+Prints one JSON object of what they choose, and of what an application refuses. No cluster is started.
 """
 
 import asyncio
@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID
 from ray.serve._private.request_router.common import PendingRequest
 
+from quire.integrations.ray import build_app
 from quire.integrations.ray.autoscaling import QueuedTokens
 from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest
 from quire.integrations.ray.request_router import PrefixRouter
+from quire.server.config import ServerConfig
 
 ENGINES = DeploymentID("QuireEngine", "default")
 
@@ -78,5 +80,18 @@ def autoscaling() -> dict:
     }
 
 
+def refusals(**fields) -> dict:
+    """What is said to each of these fields of ServerConfig, given alone."""
+    said = {}
+    for name, value in fields.items():
+        try:
+            build_app("model", server=ServerConfig(**{name: value}))
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(routing()) | {"replicas": autoscaling()}))
+    seen = asyncio.run(routing()) | {"replicas": autoscaling()}
+    seen["refused"] = refusals(port=8001, batch_folder="batches", max_batch_bytes=1, max_queued_requests=7)
+    print(json.dumps(seen))

@@ -64,3 +64,6 @@ def test_the_router_and_the_autoscaler_do_what_replicas_report():
     assert seen["after a death"] == "b"
     assert seen["reported pages"] == "b"
     assert seen["replicas"] == {"nothing reported": 2, "nothing queued": 0, "three times the target": 3}
+    assert seen["refused"].keys() == {"port", "batch_folder", "max_batch_bytes"}
+    message = "server: batch_folder='batches' has no effect behind Ray Serve; leave it out"
+    assert seen["refused"]["batch_folder"] == message

@@ -100,6 +100,28 @@ def test_what_is_remembered_is_bounded_and_the_beginning_of_what_is_used_stays()
     assert len(r._group_engines) == 2
 
 
+OTHER = PROMPT[:5] + prompt_hashes([*range(20), *range(100, 144)], page_size=4)[5:]
+"""A prompt that begins as PROMPT does."""
+
+
+@given(
+    max_pages=st.integers(1, 20),
+    calls=st.lists(st.tuples(st.booleans(), st.sampled_from([PROMPT, OTHER]), st.integers(1, 16)), min_size=1),
+)
+def test_beyond_the_bound_ends_are_forgotten_before_their_beginnings(max_pages, calls):
+    """Pages behind one that is forgotten cannot be found: they would only take room."""
+    index = PrefixIndex(max_pages)
+    for is_used, prompt, length in calls:
+        known = index.match(prompt).get("a", 0)
+        if is_used:
+            index.touch("a", prompt[:known])
+        else:
+            index.add("a", prompt[:length])
+            assert index.match(prompt[:length]) == {"a": min(length, max_pages)}
+        found = {name for one in (PROMPT, OTHER) for name in one[: index.match(one).get("a", 0)]}
+        assert index.num_pages("a") == len(found) <= max_pages
+
+
 class Routing(RuleBasedStateMachine):
     """Engines that publish, evict, report, drain and go, against a model of what each has."""
 

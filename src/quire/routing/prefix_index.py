@@ -47,10 +47,10 @@ class PrefixIndex:
         """How many pages are known of an engine."""
         return len(self._pages.get(engine, ()))
 
-    def add(self, engine: str, hashes: Iterable[bytes]) -> None:
-        """An engine has published pages."""
+    def add(self, engine: str, hashes: Sequence[bytes]) -> None:
+        """An engine has published pages, beginnings first: they are forgotten after what follows them."""
         pages = self._pages.setdefault(engine, OrderedDict())
-        for name in hashes:
+        for name in reversed(hashes):
             pages[name] = None
             pages.move_to_end(name)
             self._holders.setdefault(name, {})[engine] = None

@@ -21,8 +21,11 @@ from quire.server.keys import Keys
 MAX_ONGOING = 1 << 16
 """Requests of one replica: what waits there is bounded by its own queue, which answers 429 with a time to retry."""
 REPORT_PERIOD_S = 1.0
-SERVES_OWN = ("host", "port", "grpc_port", "admin_port", "max_connections", "otlp_endpoint")
-"""Fields of ServerConfig that are Serve's business, or need a port."""
+SERVES_OWN = (
+    "host", "port", "grpc_port", "admin_port", "max_connections", "otlp_endpoint",
+    "batch_folder", "max_batch_file_bytes", "max_batch_bytes",
+)  # fmt: skip
+"""Fields of ServerConfig that are Serve's business, or need a port, or a folder that belongs to one server."""
 
 
 def build_app(

@@ -14,7 +14,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Unpack
 
+from quire.async_llm.errors import GenerationError, UnavailableError
 from quire.config import EngineKnobs
+from quire.core.errors import RequestError
 from quire.core.sampling_params import SamplingParams
 from quire.llm import is_one_prompt, plain
 from quire.outputs import RequestOutput
@@ -30,7 +32,8 @@ class QuireProcessor:
     A row has `prompt` (text or token ids) or `messages` (a conversation), and may have `sampling_params`: fields of
     SamplingParams that go before those given here, such as `{"seed": 7}`. All other columns stay. Rows come back
     with `generated_text`, `generated_token_ids`, `logprobs` (of the generated tokens, under the model),
-    `finish_reason` and `error`: a row that is wrong has its error there and keeps none of the others from running.
+    `finish_reason` and `error`: a row that is wrong, or fails, has its error there and keeps none of the others from
+    running.
     """
 
     def __init__(
@@ -62,7 +65,12 @@ class QuireProcessor:
             except (TypeError, ValueError) as error:
                 row["error"] = str(error)
         for row, answer in answers:
-            row.update(_columns(answer.result()))
+            try:
+                row.update(_columns(answer.result()))
+            except UnavailableError:
+                raise  # no row will run here any more: Ray is to start another worker
+            except (GenerationError, RequestError) as error:
+                row["error"] = str(error)
         return dict(batch) | {name: [row[name] for row in rows] for name in COLUMNS}
 
     def _submit(self, row: Mapping[str, Any]) -> Future[RequestOutput]:

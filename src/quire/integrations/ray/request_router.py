@@ -7,6 +7,7 @@ Replicas report the names of their cached pages and their load (`EngineReplica.r
 # pyright: reportMissingImports=false
 
 import asyncio
+import itertools
 from typing import Any
 
 from ray.serve.request_router import FIFOMixin, PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -25,7 +26,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         """Called by Serve with `request_router_kwargs`."""
         self._policy = Router(max_imbalance_tokens=max_imbalance_tokens)
         self._reports: dict[str, Any] = {}
-        self._sent: dict[str, list[set[bytes]]] = {}
+        self._sent: dict[str, list[dict[bytes, None]]] = {}
         """Names of the pages of what was sent to each replica, since its last report and since the one before."""
 
     async def choose_replicas(
@@ -54,7 +55,7 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         """A replica will have the pages of what it is sent."""
         name, request = _name(replica_id), _request_of(pending_request)
         if request and name in self._sent:
-            self._sent[name][0].update(request.page_names)
+            self._sent[name][0].update(dict.fromkeys(request.page_names))
             self._policy.pages.add(name, request.page_names)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -93,10 +94,10 @@ class PrefixRouter(FIFOMixin, RequestRouter):
         if "num_requests" in report:  # spares Serve to ask for it before it sends
             self.on_new_queue_len_info(replica.replica_id, report["num_requests"])
         pages = report.get("pages", b"")
-        sent = self._sent[name] = [set(), *self._sent.get(name, [])[:1]]
+        sent = self._sent[name] = [{}, *self._sent.get(name, [])[:1]]
         self._policy.pages.clear(name)
-        self._policy.pages.add(name, set().union(*sent))
-        self._policy.pages.add(name, (pages[i : i + NAME_BYTES] for i in range(0, len(pages), NAME_BYTES)))
+        self._policy.pages.add(name, list(itertools.chain(*sent)))
+        self._policy.pages.add(name, [pages[i : i + NAME_BYTES] for i in range(0, len(pages), NAME_BYTES)])
 
     def _forget(self, name: str) -> None:
         self._policy.forget(name)
