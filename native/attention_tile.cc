@@ -310,6 +310,7 @@ TileFunctions tile_functions(Isa isa, Element element) {
     case Isa::kAvx2:
       return narrow ? avx2::kFunctions<Bf16> : avx2::kFunctions<float>;
     case Isa::kAvx512:
+    case Isa::kAvx512Vnni:
       return narrow ? avx512::kFunctions<Bf16> : avx512::kFunctions<float>;
 #endif
     default:

@@ -29,7 +29,7 @@ int bin_of(float weight) {
 }
 
 struct Scratch {
-  std::vector<float> peaks, weights, likelier, in_bin;
+  std::vector<float> masked, peaks, weights, likelier, in_bin;
   std::vector<double> sums, mass;
   std::vector<int32_t> count;
 };
@@ -53,6 +53,18 @@ QUIRE_INLINE void find_peaks(const float* logits, int64_t vocab, float* peaks) {
     for (int64_t lane = 1; lane < kLanes; ++lane) peak = std::max(peak, most[lane]);
     peaks[tile] = peak;
   }
+}
+
+// The logits of the tokens whose bit is set, and -inf for the others; those past the last bit have none.
+QUIRE_INLINE void apply_mask(const float* logits, const uint32_t* mask, int64_t words, int64_t vocab, float* out) {
+  const Floats nothing = Floats{} - std::numeric_limits<float>::infinity();
+  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const int64_t num_bits = std::min(vocab, 32 * words);
+  sweep(num_bits, [&](int64_t i, int64_t n) {
+    const Words is_set = (Words{} + (mask[i / 32] >> i % 32)) >> lanes & 1;
+    store(out + i, is_set != 0 ? load(logits + i, n) : nothing, n);
+  });
+  std::fill(out + num_bits, out + vocab, nothing[0]);
 }
 
 QUIRE_INLINE double total_of(Floats x) {
@@ -124,6 +136,7 @@ __attribute__((target("avx512f"))) int64_t collect_avx512(const float* weights, 
 
 // The passes, compiled for one instruction set.
 struct Passes {
+  void (*apply_mask)(const float*, const uint32_t*, int64_t, int64_t, float*);
   void (*find_peaks)(const float*, int64_t, float*);
   void (*weigh)(const float*, int64_t, float, float, float*, double*);
   int64_t (*keep_from)(float, float*, int64_t, double*);
@@ -131,6 +144,9 @@ struct Passes {
 };
 
 #define QUIRE_PASSES(attributes, name)                                                                  \
+  attributes void apply_mask_##name(const float* x, const uint32_t* mask, int64_t words, int64_t vocab, float* out) { \
+    apply_mask(x, mask, words, vocab, out);                                                             \
+  }                                                                                                     \
   attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { find_peaks(x, vocab, peaks); } \
   attributes void weigh_##name(const float* x, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) { \
     weigh(x, vocab, peak, inv_temperature, weights, sums);                                                      \
@@ -147,11 +163,11 @@ QUIRE_PASSES(QUIRE_AVX512, avx512)
 
 Passes passes_for(Isa isa) {
 #if QUIRE_X86
-  if (isa >= Isa::kAvx512) return {find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
-  if (isa == Isa::kAvx2) return {find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
+  if (isa >= Isa::kAvx512) return {apply_mask_avx512, find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
+  if (isa == Isa::kAvx2) return {apply_mask_avx2, find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
 #endif
   (void)isa;
-  return {find_peaks_plain, weigh_plain, keep_from_plain, collect};
+  return {apply_mask_plain, find_peaks_plain, weigh_plain, keep_from_plain, collect};
 }
 
 // -- top-k and top-p ------------------------------------------------------------------------------------------------
@@ -269,6 +285,16 @@ std::pair<int64_t, double> invert(const T* values, int64_t n, double point) {
 void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scratch) {
   const int64_t vocab = args.vocab, num_tiles = (vocab + kTile - 1) / kTile;
   const float* logits = args.logits + row * vocab;
+  if (args.inv_temperature[row] < 0) {
+    args.token[row] = args.num_kept[row] = 0;
+    args.peak[row] = args.mass[row] = 1;
+    return;
+  }
+  if (args.has_mask[row]) {
+    scratch.masked.resize(vocab);
+    passes.apply_mask(logits, args.mask + row * args.words, args.words, vocab, scratch.masked.data());
+    logits = scratch.masked.data();
+  }
   scratch.peaks.resize(num_tiles);
   passes.find_peaks(logits, vocab, scratch.peaks.data());
   const auto first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());

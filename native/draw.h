@@ -13,7 +13,10 @@ namespace quire {
 struct Draw {
   int64_t num_rows, vocab;
   const float* logits;   // [rows, vocab]
-  const float* inv_temperature;  // one over the temperature; 0 takes the likeliest token
+  const bool* has_mask;  // whether only tokens whose bit is set may be drawn: bit t % 32 of word t // 32
+  const uint32_t* mask;  // [rows, words]
+  int64_t words;
+  const float* inv_temperature;  // one over the temperature; 0 takes the likeliest token, and below 0 nobody asks
   const int32_t* top_k;  // 0 for all
   const float* top_p;    // 1 for all
   const float* min_p;    // 0 for all

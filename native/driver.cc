@@ -323,13 +323,24 @@ double run_draw(Isa isa) {
     min_p[row] = pick_of<float>({0.0f, 0.0f, pick(1, 99) / 100.0f});
     uniform[row] = pick_of<float>({0.0f, 1.0f - 0x1p-24f, pick(0, 99) / 100.0f});
   }
+  const int64_t words = (vocab + 31) / 32;
+  const std::unique_ptr<bool[]> has_mask(new bool[rows]);
+  std::vector<uint32_t> mask(rows * words);
+  std::vector<float> allowed = logits;
+  for (int64_t row = 0; row < rows; ++row) {
+    has_mask[row] = pick(0, 1);
+    for (int64_t word = 0; word < words; ++word) mask[row * words + word] = pick(0, 0xFFFFFFFF);
+    mask[row * words] |= 1;
+    for (int64_t i = 0; has_mask[row] && i < vocab; ++i)
+      if (!(mask[row * words + i / 32] >> i % 32 & 1)) allowed[row * vocab + i] = -std::numeric_limits<float>::infinity();
+  }
   quire::draw(isa,
-              {rows, vocab, logits.data(), inv_temperature.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
+              {rows, vocab, logits.data(), has_mask.get(), mask.data(), words, inv_temperature.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
                token.data(), peak.data(), num_kept.data(), mass.data()},
               {2, run_on_threads});
   double wrong = 0;
   for (int64_t row = 0; row < rows; ++row) {
-    const float* from = logits.data() + row * vocab;
+    const float* from = allowed.data() + row * vocab;
     std::vector<int64_t> order(vocab);
     for (int64_t i = 0; i < vocab; ++i) order[i] = i;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return from[a] > from[b]; });
@@ -344,11 +355,11 @@ double run_draw(Isa isa) {
     int64_t least = 0, most = 0;  // within rounding of an edge either side will do
     bool found = false;
     for (const int64_t i : order) {
-      const bool heavy = weight(i) >= min_p[row] * (1 + 1e-6);
+      const bool heavy = weight(i) > 0 && weight(i) >= min_p[row] * (1 + 1e-6);
       least += heavy && (top_p[row] == 1 || before < top_p[row] * total * (1 - 1e-6));
       if (weight(i) >= min_p[row] * (1 - 1e-6) && (top_p[row] == 1 || before < top_p[row] * total * (1 + 1e-6))) {
         most += 1;
-        found = found || i == token[row];
+        found = found || (i == token[row] && weight(i) > 0);
       }
       before += weight(i);
     }
@@ -453,6 +464,7 @@ int main(int argc, char** argv) {
     repeat("steps", run, "float32", "bfloat16");
     repeat("matmuls", run_linear, "bfloat16", "int8");
     repeat("grouped matmuls", run_grouped, "float32", "bfloat16");
+    repeat("blocked matmuls", driver::run_blocked, "float32", "bfloat16");
     repeat("times between", run_pointwise, "float32", "bfloat16");
     double wrong = 0;
     for (int step = 0; step < steps; ++step) wrong += run_draw(isa);

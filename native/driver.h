@@ -14,6 +14,8 @@
 #include <thread>
 #include <vector>
 
+#include "machine.h"
+
 namespace driver {
 
 inline std::mt19937 random_bits(7);
@@ -89,5 +91,8 @@ inline void run_on_threads(int64_t n, const std::function<void(int64_t)>& task) 
   one.join();
   two.join();
 }
+
+// In driver_blocked.cc: one matmul with blocked weights.
+double run_blocked(quire::Isa isa, bool narrow);
 
 }  // namespace driver

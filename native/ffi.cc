@@ -129,18 +129,6 @@ ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, con
   return ffi::Error::Success();
 }
 
-// The groups of so many rows. They are computed by the program, and checked here before anybody trusts them.
-ffi::Error groups_of(const Ints& sizes, int64_t rows, quire::Groups& groups) {
-  groups = {static_cast<int64_t>(sizes.element_count()), sizes.typed_data()};
-  int64_t sum = 0;
-  for (int64_t i = 0; i < groups.count; ++i) {
-    if (groups.sizes[i] < 0) return ffi::Error::InvalidArgument("quire_grouped: a group's size is negative");
-    sum += groups.sizes[i];
-  }
-  if (sum > rows) return ffi::Error::InvalidArgument("quire_grouped: the groups have more rows than there are");
-  return ffi::Error::Success();
-}
-
 ffi::Error linear_bf16(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels, ffi::Result<ffi::AnyBuffer> out,
                        std::string_view isa_name) {
   quire::Isa isa;
@@ -309,7 +297,7 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats s
 
 // -- sampling -----------------------------------------------------------------------------------------------------
 
-ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats inv_temperature, Ints top_k, Floats top_p, Floats min_p,
+ffi::Error draw(ffi::ThreadPool pool, Floats logits, Bools has_mask, Words mask, Floats inv_temperature, Ints top_k, Floats top_p, Floats min_p,
                 Words seed, Ints index, Ints position, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
                 ffi::Result<Floats> mass, std::string_view isa_name) {
   quire::Isa isa;
@@ -317,6 +305,8 @@ ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats inv_temperature, Int
   if (logits.dimensions().size() != 2 || logits.dimensions()[1] < 1)
     return ffi::Error::InvalidArgument("quire_draw: logits must be [S, V]");
   const int64_t rows = logits.dimensions()[0];
+  if (mask.dimensions().size() != 2 || mask.dimensions()[0] != rows || !has_shape(has_mask, {rows}))
+    return ffi::Error::InvalidArgument("quire_draw: a row has words of a mask, and says whether it has one");
   bool fits = has_shape(seed, {rows, 2});
   for (const Ints* buffer : {&top_k, &index, &position, &*token, &*num_kept}) fits = fits && has_shape(*buffer, {rows});
   for (const Floats* buffer : {&inv_temperature, &top_p, &min_p, &*peak, &*mass})
@@ -326,7 +316,8 @@ ffi::Error draw(ffi::ThreadPool pool, Floats logits, Floats inv_temperature, Int
   for (int64_t row = 0; row < rows; ++row)
     uniform[row] = quire::uniform_of(seed.typed_data() + 2 * row, index.typed_data()[row], position.typed_data()[row]);
   quire::draw(isa,
-              {rows, logits.dimensions()[1], logits.typed_data(), inv_temperature.typed_data(), top_k.typed_data(),
+              {rows, logits.dimensions()[1], logits.typed_data(), has_mask.typed_data(), mask.typed_data(),
+               mask.dimensions()[1], inv_temperature.typed_data(), top_k.typed_data(),
                top_p.typed_data(), min_p.typed_data(), uniform.data(), token->typed_data(), peak->typed_data(),
                num_kept->typed_data(), mass->typed_data()},
               threads_of(pool));
@@ -446,6 +437,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<Floats>()  // logits
+                                  .Arg<Bools>()   // has_mask
+                                  .Arg<Words>()   // mask
                                   .Arg<Floats>()  // inv_temperature
                                   .Arg<Ints>()    // top_k
                                   .Arg<Floats>()  // top_p

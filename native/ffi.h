@@ -11,6 +11,7 @@
 #include <string_view>
 #include <thread>
 
+#include "linear.h"
 #include "machine.h"
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
@@ -69,8 +70,22 @@ bool has_shape(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   return dims.size() == shape.size() && std::equal(shape.begin(), shape.end(), dims.begin());
 }
 
+using Bytes = ffi::Buffer<ffi::U8>;
 using Ints = ffi::Buffer<ffi::S32>;
 using Words = ffi::Buffer<ffi::U32>;
+using Bools = ffi::Buffer<ffi::PRED>;
 using Floats = ffi::Buffer<ffi::F32>;
+
+// The groups of so many rows. They are computed by the program, and checked here before anybody trusts them.
+inline ffi::Error groups_of(const Ints& sizes, int64_t rows, quire::Groups& groups) {
+  groups = {static_cast<int64_t>(sizes.element_count()), sizes.typed_data()};
+  int64_t sum = 0;
+  for (int64_t i = 0; i < groups.count; ++i) {
+    if (groups.sizes[i] < 0) return ffi::Error::InvalidArgument("quire_grouped: a group's size is negative");
+    sum += groups.sizes[i];
+  }
+  if (sum > rows) return ffi::Error::InvalidArgument("quire_grouped: the groups have more rows than there are");
+  return ffi::Error::Success();
+}
 
 }  // namespace quire_ffi

@@ -29,6 +29,7 @@ RunPiece choose(Isa isa, int64_t itemsize) {
   constexpr RunPiece kPieces[kNumIsas][3] = {{plain_int8, plain_bf16, plain_f32},
                                              {avx2_int8, avx2_bf16, avx2_f32},
                                              {avx512_int8, avx512_bf16, avx512_f32},
+                                             {dot_int8, avx512_bf16, avx512_f32},
                                              {dot_int8, dot_bf16, avx512_f32},
                                              {amx_int8, amx_bf16, avx512_f32}};
   return kPieces[static_cast<int>(isa)][itemsize / 2];

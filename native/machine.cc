@@ -35,12 +35,15 @@ bool has_tiles() {
 
 Isa detect() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  const bool dot = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  if (dot && has_tiles()) return Isa::kAmx;
-  return dot ? Isa::kAvx512Bf16 : avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPlain;
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  if (bf16 && has_tiles()) return Isa::kAmx;
+  if (vnni) return bf16 ? Isa::kAvx512Bf16 : Isa::kAvx512Vnni;
+  return avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPlain;
 }
 
 #else
@@ -52,7 +55,7 @@ Isa detect() { return Isa::kPlain; }
 }  // namespace
 
 const char* isa_name(Isa isa) {
-  constexpr const char* names[kNumIsas] = {"plain", "avx2", "avx512", "avx512_bf16", "amx"};
+  constexpr const char* names[kNumIsas] = {"plain", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"};
   return names[static_cast<int>(isa)];
 }
 

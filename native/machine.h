@@ -15,10 +15,10 @@ constexpr int64_t kLine = 64;  // bytes
 inline int64_t ceil_div(int64_t value, int64_t step) { return (value + step - 1) / step; }
 inline int64_t round_up(int64_t value, int64_t step) { return ceil_div(value, step) * step; }
 
-// In rising order of preference. A machine that has one has those before it. kAvx512Bf16 includes VNNI, its counterpart
-// for int8, and kAmx both kinds of tiles.
-enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Bf16, kAmx };
-constexpr int kNumIsas = 5;
+// In rising order of preference. A machine that has one has those before it. VNNI are dot products of int8, BF16 those of
+// bfloat16, and kAmx has tiles of both kinds.
+enum class Isa { kPlain, kAvx2, kAvx512, kAvx512Vnni, kAvx512Bf16, kAmx };
+constexpr int kNumIsas = 6;
 
 const char* isa_name(Isa isa);
 bool isa_supported(Isa isa);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "bf16.h"
+#include "blocked.h"
 #include "linear.h"
 #include "vector.h"
 
@@ -74,7 +75,65 @@ __attribute__((target("avx512f,avx512bw,avx512vl"))) void avx512_quantize(const 
 }
 #endif
 
+// The values of one block of one row, the scale, and sums of the values times the scale.
+template <typename Value>
+QUIRE_INLINE void quantize_block(const Value* x, int64_t length, ActivationBlock& to, int64_t row) {
+  float values[kBlock] = {};
+  for (int64_t i = 0; i < length; ++i) values[i] = to_float(x[i]);
+  int8_t* out = to.values[row];
+  const float scale = quantize_term([&](int64_t i) { return values[i]; }, kBlock, kBlock, out);
+  int32_t low = 0, high = 0;
+  for (int64_t i = 0; i < kBlock / 2; ++i) {
+    low += out[i];
+    high += out[i + kBlock / 2];
+  }
+  to.scale[row] = scale;
+  to.sum[row] = static_cast<float>(low + high) * scale;
+  to.low_sum[row] = static_cast<float>(low) * scale;
+  to.high_sum[row] = static_cast<float>(high) * scale;
+}
+
+template <typename Value>
+QUIRE_INLINE void quantize_blocks(const Value* x, int64_t rows, int64_t inner, ActivationBlock* blocks) {
+  const int64_t whole = inner / kBlock;
+  for (int64_t row = 0; row < rows; ++row, x += inner) {
+    for (int64_t i = 0; i < whole; ++i) quantize_block(x + i * kBlock, kBlock, blocks[i], row);
+    if (whole * kBlock < inner) quantize_block(x + whole * kBlock, inner - whole * kBlock, blocks[whole], row);
+  }
+}
+
+QUIRE_INLINE void quantize_rows_of_tile(const void* x, bool float32, int64_t rows, int64_t inner, ActivationBlock* blocks) {
+  if (float32) {
+    quantize_blocks(static_cast<const float*>(x), rows, inner, blocks);
+  } else {
+    quantize_blocks(static_cast<const Bf16*>(x), rows, inner, blocks);
+  }
+}
+
+void plain_tile(const void* x, bool float32, int64_t rows, int64_t inner, ActivationBlock* blocks) {
+  quantize_rows_of_tile(x, float32, rows, inner, blocks);
+}
+#if QUIRE_X86
+__attribute__((target("avx2"))) void avx2_tile(const void* x, bool float32, int64_t rows, int64_t inner,
+                                               ActivationBlock* blocks) {
+  quantize_rows_of_tile(x, float32, rows, inner, blocks);
+}
+__attribute__((target("avx512f,avx512bw,avx512vl"))) void avx512_tile(const void* x, bool float32, int64_t rows,
+                                                                      int64_t inner, ActivationBlock* blocks) {
+  quantize_rows_of_tile(x, float32, rows, inner, blocks);
+}
+#endif
+
 }  // namespace
+
+void quantize_tile(Isa isa, const void* x, bool float32, int64_t rows, int64_t inner, ActivationBlock* blocks) {
+#if QUIRE_X86
+  if (isa >= Isa::kAvx512) return avx512_tile(x, float32, rows, inner, blocks);
+  if (isa >= Isa::kAvx2) return avx2_tile(x, float32, rows, inner, blocks);
+#endif
+  (void)isa;
+  plain_tile(x, float32, rows, inner, blocks);
+}
 
 void quantize(Isa isa, const Activations& activations, int64_t first_row, int64_t end_row) {
 #if QUIRE_X86

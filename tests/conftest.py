@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,22 @@ def patient_grammars() -> None:
     from quire.structured import matcher
 
     matcher._GRACE_SECONDS = math.inf
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_saved_programs() -> Callable[[], Path | None]:
+    """Programs are traced: a test may replace a function that they are traced from. Returns what would save them."""
+    from quire.device import saved_programs
+
+    real = saved_programs._usable_folder
+    saved_programs._usable_folder = lambda: None
+    return real
+
+
+@pytest.fixture
+def saves_programs(no_saved_programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are saved and loaded, as they are for users."""
+    monkeypatch.setattr("quire.device.saved_programs._usable_folder", no_saved_programs)
 
 
 @pytest.fixture(scope="session")

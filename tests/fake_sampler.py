@@ -91,14 +91,14 @@ class SamplingRunner(FakeRunner):
         return (*(-1 if place is None else place[0] for place in places), int(samples.prompt_len_S[i]))
 
     def _with_logprobs(self, drawn: StepOutput, raw: list[int], mixed: list[int], samples: SampleInputs) -> StepOutput:
-        if not samples.want_logprobs:
+        if samples.want_logprobs_S is None:
             return drawn
         tokens = drawn.tokens_SR[:, 0].tolist()
         changes = {"kept_mass_SR": np.array([[kept_mass(state)] for state in mixed], np.float32)}
         for prefix, states in (("", raw), ("processed_", mixed)):
             values = [[logprob(state, token)] for state, token in zip(states, tokens, strict=True)]
             changes[f"{prefix}logprobs_SR"] = np.array(values, np.float32)
-            if samples.want_top:
+            if samples.want_top_S is not None:
                 tops = np.array([[top(state)] for state in states])
                 changes[f"{prefix}top_ids_SRX"] = tops[..., 0].astype(np.int32)
                 changes[f"{prefix}top_logprobs_SRX"] = tops[..., 1].astype(np.float32)

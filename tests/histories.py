@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from quire import Engine
+from quire.core.drafts import Drafter
 from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
@@ -180,6 +181,8 @@ class History:
         } | knobs
         self.engine = toy_engine(seed=seed, tokenizer=tokenizer, **knobs)
         self.tokenizer = tokenizer
+        self.guesses, self.look_up = random.Random(seed), self.engine.scheduler._look_up
+        self.engine.scheduler._look_up = self.guess
         self.alive: list[Sequence] = []
         self.requests: dict[str, tuple[Request, type[ToyGrammar] | None]] = {}
         """What was asked for, by id; the engine's own record is not trusted."""
@@ -318,6 +321,7 @@ class History:
         first = min((s for s in self.alive), key=lambda s: s.order, default=None)
         before = first and (first.num_computed, len(first.tokens))
         had_work, runs_before = self.engine.has_work, self.runner.num_runs
+        drafted_before = self.engine.stats().drafted_tokens
         try:
             events = self.engine.step()
         except InjectedError:
@@ -325,8 +329,10 @@ class History:
             return
         if had_work and self.runner.num_runs == runs_before:
             raise MismatchError("there is work and nothing runs")
-        most = min((self.params(e.sequence).max_rounds or 1024 for e in events if e.token_ids), default=0)
+        is_drafted = self.engine.stats().drafted_tokens > drafted_before
+        least = min((self.params(e.sequence).max_rounds or 1024 for e in events if e.token_ids), default=0)
         for event in events:
+            most = (self.params(event.sequence).max_rounds or 1024) if is_drafted else least
             if len(event.token_ids) > most:
                 raise MismatchError(
                     f"{event.sequence.name}: {len(event.token_ids)} tokens, {most} rounds were asked for"
@@ -405,6 +411,22 @@ class History:
             k = params.logprobs
             if sequence.logprobs[at] != said_of(token, state, mixed, k):
                 raise MismatchError(f"{sequence.name}: {sequence.logprobs[at]} at {position}")
+
+    def guess(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
+        """Drafts of all kinds: what is found in the sequence, or what it would draw up to the first mistake."""
+        if self.guesses.random() < 0.3:
+            return self.look_up(sequence, drafter, most)
+        params, tokens, state = self.params(sequence), list(sequence.tokens), 0
+        stop_ids = {*self.eos_ids(sequence), *params.stop_token_ids}
+        for token in tokens:
+            state = hash_step(state, token, self.runner.weights)
+        for _ in range(most):
+            mixed = drawn_from(state, params, tokens, sequence.prompt_len, stop_ids)
+            draws = (sequence.seed, sequence.index, len(tokens)) if params.temperature else ()
+            token = next_token(mixed, VOCAB, *draws)
+            tokens.append(token if self.guesses.random() < 0.8 else self.guesses.randrange(VOCAB))
+            state = hash_step(state, tokens[-1], self.runner.weights)
+        return tokens[-most:]
 
     def state(self, sequence: Sequence, position: int) -> int:
         """The hash of all tokens before a position, under the weights of now."""
@@ -691,6 +713,10 @@ CONFIGS = [
         **{"windows": (4, None, 9), "window_pages": (14, 17), "page_size": 1, "num_pages": 40, "num_host_pages": 20},
         **{"preemption": "swap", "max_rounds": 2},
     },
+    {"drafts": 8, "max_rounds": 4, "num_pages": 16},
+    {"drafts": 8, "debug": True, "preemption": "swap", "page_size": 3},
+    {"drafts": 6, "windows": (5, None, 2), "page_size": 1, "num_pages": 24, "num_host_pages": 20, "max_rounds": 2},
+    {"drafts": 16, "max_num_batched_tokens": 24, "num_pages": 40, "num_host_pages": 0, "preemption": "recompute"},
 ]
 """Pools from cramped to ample: a request may need all but a few pages of the smallest; one round or many.
 
@@ -714,6 +740,8 @@ def play_history(seed: int, num_operations: int) -> Counter:
         {
             "steps": stats.steps,
             "rounds": stats.rounds,
+            "drafted": stats.drafted_tokens,
+            "accepted drafts": stats.accepted_drafts,
             "swaps": stats.swaps,
             "recomputes": stats.recomputes,
             "evictions": stats.evictions,

@@ -5,7 +5,7 @@ A mutation is a function that patches classes through pytest's monkeypatch; its 
 
 from dataclasses import replace
 
-from quire.core import forks, preemption
+from quire.core import commit, forks, preemption, scheduler
 from quire.core.page_pool import PagePool, WindowPool
 from quire.core.page_tables import PageTables, ReusedPrefix
 from quire.core.pages import PageAllocator
@@ -267,6 +267,19 @@ def go_on_while_stops_are_forbidden(patch):
                 plan.rows[i] = row._replace(max_rounds=end - row.first)
 
     patch.setattr(Scheduler, "_reserve_ahead", reserve_more)
+
+
+@mutation
+def accept_what_was_drawn_behind_a_wrong_draft(patch):
+    """The first draw after a mistake is accepted, too."""
+    agreed = commit.agreed_draws
+    patch.setattr(commit, "agreed_draws", lambda draws, drafts: draws[: len(agreed(draws, drafts)) + 1])
+
+
+@mutation
+def draft_while_stops_are_forbidden(patch):
+    """Drafts go beyond `min_tokens`: stop ids stay forbidden behind all of them."""
+    patch.setattr(scheduler, "most_unseen", lambda sequence: 1 if sequence.grammar else 8)
 
 
 @mutation

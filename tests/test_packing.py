@@ -42,7 +42,8 @@ def test_one_long_row_does_not_make_every_row_wide():
         ({"stop_token_ids": [5]}, 64 * MAX_STOP_IDS * 4),
         ({"presence_penalty": 1.0}, 64 * 5 * 4),
         ({"temperature": 1.0}, 64 * 8 * 4),
-        ({"logprobs": 3}, 0),
+        ({"logprobs": 0}, 64),
+        ({"logprobs": 3}, 2 * 64),
     ],
     ids=str,
 )

@@ -75,7 +75,8 @@ def test_any_history_is_decided_again(seed, tmp_path):
     """Forks, aborts in flight, failing steps, weights, resets, grammars, kept ends, windows, scores."""
     path = tmp_path / "history"
     windows = (None, 4) if seed % 3 == 0 else (None,)
-    history = History(seed, record=str(path), max_rounds=1 + seed % 4, windows=windows, prefix_cache=seed != 5)
+    knobs = {"max_rounds": 1 + seed % 4, "windows": windows, "prefix_cache": seed != 5, "drafts": 8 * (seed % 2)}
+    history = History(seed, record=str(path), **knobs)
     history.evict = history.engine.clear_prefix_cache  # all of it: a part is nothing that an engine can be asked for
     for _ in range(300):
         history.play(history.random.choices(RULES, WEIGHTS.values())[0])
@@ -88,6 +89,7 @@ def test_any_history_is_decided_again(seed, tmp_path):
     assert result.difference is None
     assert result.requests
     assert result.preemptions
+    assert bool(history.engine.stats().accepted_drafts) == seed % 2
 
 
 @pytest.mark.slow
@@ -286,7 +288,7 @@ def test_several_engines_do_not_share_a_file():
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch, caplog):
-    engine = fake_engine(record=str(tmp_path / "run"))
+    engine = fake_engine(vocab_size=100, record=str(tmp_path / "run"))
     engine.add(Request(id="a", prompt_token_ids=(1, 2), params=SamplingParams(max_tokens=3, ignore_eos=True)))
     engine.step()
 
@@ -295,8 +297,12 @@ def test_a_full_disk_ends_the_recording_and_not_the_engine(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "write", full)
     engine.scheduler._writer.flush()
-    while engine.has_work:
-        engine.step()
+    for i in range(50):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        engine.add(Request(id=f"b{i}", prompt_token_ids=tuple(range(1 + i, 31 + i)), params=params))
+        while engine.has_work:
+            engine.step()
+    assert engine.scheduler._names == [], "nobody will ever write them"
     engine.close()
     assert "the recording ends here: No space left on device" in caplog.text
 

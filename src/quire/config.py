@@ -19,7 +19,7 @@ from quire.short_repr import short_repr
 DTYPES = ("bfloat16", "float32")
 ATTENTION_BACKENDS = ("auto", "native", "pallas", "pallas-int8", "xla", "xla-rows", "reference")
 MATMULS = ("auto", "native", "xla")
-QUANTIZATIONS = (None, "int8", "int8-weights", "int4-weights", "mxfp4")
+QUANTIZATIONS = (None, "int8", "int4", "gguf", "int8-weights", "int4-weights", "mxfp4")
 PREEMPTIONS = ("auto", "swap", "recompute")
 ACTIVATIONS = ("silu", "gelu_tanh", "swiglu_oai")
 
@@ -30,6 +30,7 @@ MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 MAX_ROUNDS = 1024
+MIN_DRAFTS, MAX_DRAFTS = 4, 1024
 MAX_EOS_IDS = 16
 MAX_DEVICES = 1 << 16
 MAX_PROCESSES = 1 << 12
@@ -54,7 +55,7 @@ class EngineConfig:
     """How one engine runs. Ordinary knobs first, expert knobs after."""
 
     dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
-    quantize: str | None = knob(None, "int8, or weights alone: int8-weights, int4-weights, mxfp4 (experts)")
+    quantize: str | None = knob(None, "int8, int4, gguf (as stored), int8-weights, int4-weights or mxfp4")
     mesh: str | None = knob(None, "devices to use: model=4 or model=2,expert=2; data=2 for two engines")
     page_size: int = knob(16, "token positions in one KV page")
     num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
@@ -69,6 +70,11 @@ class EngineConfig:
     memory_budget: int | None = knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
     num_host_pages: int | None = knob(
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
+    )
+    drafts: int = knob(
+        0,
+        "tokens of a step that guesses ahead where a text repeats itself, at most: 8 is good on a CPU; 0 for never",
+        expert=True,
     )
     attention: str = knob(
         "auto",
@@ -118,6 +124,8 @@ class EngineConfig:
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
+        if self.drafts != 0:
+            check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS)
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
@@ -152,6 +160,12 @@ class EngineConfig:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}: "
                 "every running sequence needs one token a step; raise the first or lower the second"
+            )
+        if self.drafts > self.max_num_batched_tokens:
+            raise FieldError(
+                f"drafts={self.drafts} is more than max_num_batched_tokens={self.max_num_batched_tokens}, the tokens "
+                "of a step: lower the first or raise the second",
+                field="drafts",
             )
 
     def _check_group(self) -> None:
@@ -199,7 +213,7 @@ class EngineConfig:
     @property
     def max_num_samples(self) -> int:
         """Tokens drawn in one step, at most; logits in memory at once, also of tokens that are scored."""
-        return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64))
+        return min(self.max_num_batched_tokens, max(self.max_num_seqs, 64, self.drafts))
 
 
 class EngineKnobs(TypedDict, total=False):
@@ -221,6 +235,7 @@ class EngineKnobs(TypedDict, total=False):
     debug: bool
     memory_budget: int | None
     num_host_pages: int | None
+    drafts: int
     attention: str
     matmul: str
     deterministic: bool

@@ -26,6 +26,7 @@ from quire.core.sampling_params import DRAWS, SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import Version
 from quire.device.compile_cache import use_compile_cache
+from quire.device.linear import check_blocked
 from quire.device.memory import return_freed_memory
 from quire.device.mesh import EngineMesh, check_mesh, mesh_of
 from quire.device.models.tensors import engine_dtype, has_tensor_names
@@ -81,7 +82,7 @@ class LLM:
             if group:
                 group.connect()
             devices = devices or group_mesh(config)
-            load = partial(_load_model, path, devices, config.dtype, quiet)
+            load = partial(_load_model, path, devices, config, quiet)
             self._load, loaded = partial(group.load, load) if group else load, load()
             self._start(
                 loaded.config, loaded.params, loaded.tokenizer, config, devices, quiet, loaded.generation_config, group
@@ -556,9 +557,11 @@ def _devices(mesh: Mesh | EngineMesh | str | None) -> Mesh:
     return check_mesh(mesh) if isinstance(mesh, Mesh) else mesh_of(mesh)
 
 
-def _load_model(path: Path, mesh: Mesh, dtype: str, quiet: bool) -> LoadedModel:
+def _load_model(path: Path, mesh: Mesh, config: EngineConfig, quiet: bool) -> LoadedModel:
+    if keep_blocks := config.quantize == "gguf":
+        check_blocked(config.matmul, "gguf", mesh)  # before anything is read
     with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
-        return load_model(path, mesh=mesh, dtype=dtype, progress=progress.update)
+        return load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update, keep_blocks=keep_blocks)
 
 
 def _prompts(prompts: Any) -> Iterable[Any]:

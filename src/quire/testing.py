@@ -295,9 +295,11 @@ class FakeRunner:
     def _say(tokens_SR: np.ndarray, samples: SampleInputs) -> StepOutput:
         """What a step says of tokens: nothing of how likely they are."""
         shape = tokens_SR.shape
-        logprobs: Any = np.zeros(shape, np.float32) if samples.want_logprobs else None
+        logprobs: Any = np.zeros(shape, np.float32) if samples.want_logprobs_S is not None else None
         width = (*shape, NUM_TOP_LOGPROBS)
-        top_ids, top = (np.zeros(width, np.int32), np.zeros(width, np.float32)) if samples.want_top else (None, None)
+        top_ids, top = None, None
+        if samples.want_top_S is not None:
+            top_ids, top = np.zeros(width, np.int32), np.zeros(width, np.float32)
         return StepOutput(tokens_SR, logprobs, top_ids, top, logprobs, logprobs, top_ids, top)
 
     def _first_allowed(self, token: int, sample: int, samples: SampleInputs) -> int:
@@ -305,7 +307,8 @@ class FakeRunner:
         forbidden: set[int] = set()
         if samples.bias_SE is not None:
             forbidden = set(samples.bias_ids_SE[sample][samples.bias_SE[sample] == -np.inf].tolist())
-        allowed = -1 if samples.mask_SW is None else bits(samples.mask_SW[sample])
+        has_mask = samples.has_mask_S is not None and samples.has_mask_S[sample]
+        allowed = bits(samples.mask_SW[sample]) if has_mask else -1
         while token in forbidden or not allowed >> token & 1:
             token = (token + 1) % self.vocab_size
         return token

@@ -57,4 +57,4 @@ def test_without_the_library_xla_serves_and_says_so(monkeypatch, tmp_path):
 def test_instruction_sets_are_named_from_the_plainest_on():
     names = native.instruction_sets()
     assert names[0] == "plain"
-    assert set(names) <= {"plain", "avx2", "avx512", "avx512_bf16", "amx"}
+    assert set(names) <= {"plain", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"}

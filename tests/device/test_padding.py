@@ -154,9 +154,9 @@ def test_a_padded_vocabulary_is_no_part_of_what_is_sampled():
     more_SV = np.concatenate([logits_SV, np.full((4, 4), -np.inf, np.float32)], axis=1)
     inputs = dataclasses.replace(
         default_samples(4, 64),
-        has_mask=np.array(True),
-        want_logprobs=np.array(True),
-        want_top=np.array(True),
+        has_mask_S=np.ones(4, np.bool_),
+        want_logprobs_S=np.ones(4, np.bool_),
+        want_top_S=np.ones(4, np.bool_),
         mask_SW=rng.integers(0, 1 << 32, (4, 2), dtype=np.uint32),
         temperature_S=np.array([0, 0.7, 1, 2], np.float32),
         seed_S2=rng.integers(0, 1 << 32, (4, 2), dtype=np.uint32),

@@ -14,6 +14,7 @@ from quire.core.sequence import Sequence
 from quire.device import native
 from quire.device.inputs import default_samples, mask_words, with_defaults
 from quire.device.sampler import (
+    ASKING_AT_ONCE,
     PAGES_AT_ONCE,
     TILE,
     _count_seen,
@@ -61,7 +62,7 @@ def with_masks(samples, allowed: list[list[int] | None], vocab: int = VOCAB):
     for i, ids in enumerate(allowed):
         bits[i, slice(None) if ids is None else ids] = True
     words = np.packbits(bits, axis=1, bitorder="little").view("<u4")
-    return dataclasses.replace(samples, mask_SW=words, has_mask=np.array(True))
+    return dataclasses.replace(samples, mask_SW=words, has_mask_S=np.array([ids is not None for ids in allowed]))
 
 
 def logits(rows: int, seed: int = 0, vocab: int = VOCAB, spread: float = 3.0) -> np.ndarray:
@@ -167,6 +168,38 @@ def test_a_token_does_not_depend_on_batch_mates_or_their_cuts(native):
             np.testing.assert_allclose(mine, ours, rtol=1e-6)  # the same tokens; XLA sums their weights as it likes
 
 
+ASKING = [
+    {"presence_penalty": 1.5, "repetition_penalty": 1.3},
+    {"logit_bias": {3: 4.0}, "logprobs": 2},
+    {"top_n_sigma": 1.0},
+    {"logprobs": 0},
+    {"frequency_penalty": -2.0, "top_p": 0.7, "logprobs": 3},
+]
+"""More than a draw, in five ways."""
+
+
+@each_draw
+@pytest.mark.parametrize("num_asking", [0, 1, ASKING_AT_ONCE, ASKING_AT_ONCE + 1, 9])
+def test_rows_that_ask_for_more_than_a_draw_are_what_they_are_alone_and_so_are_the_others(native, num_asking):
+    """Wherever they are among nine, some with masks: natively they are taken by themselves, a few at a time."""
+    rng = np.random.default_rng(num_asking)
+    asking = set(rng.permutation(9)[:num_asking].tolist())
+    params = [SamplingParams(seed=i, **ASKING[i % len(ASKING)] if i in asking else {}) for i in range(9)]
+    allowed = [rng.integers(0, VOCAB, 20).tolist() if i % 3 == 1 else None for i in range(9)]
+    x, seen = logits(9), (rng.integers(0, VOCAB, 4).tolist(),)
+    together = run(x, with_masks(inputs(params, [4] * 9), allowed), seen, native)
+    for i, one in enumerate(params):
+        alone = run(x[i : i + 1], with_masks(inputs([one], [4]), allowed[i : i + 1]), seen, native)
+        token = int(together.tokens_SR[i, 0])
+        assert token == alone.tokens_SR[0, 0]
+        assert allowed[i] is None or token in allowed[i]
+        if one.logprobs is not None:
+            for name in ("logprobs_SR", "processed_logprobs_SR", "kept_mass_SR"):
+                np.testing.assert_allclose(getattr(together, name)[i], getattr(alone, name)[0], rtol=1e-5, err_msg=name)
+        if one.logprobs:
+            np.testing.assert_array_equal(together.top_ids_SRX[i], alone.top_ids_SRX[0])
+
+
 @pytest.mark.parametrize("name", [*DRAWS, *PENALTIES])
 def test_every_declared_number_has_a_say_in_what_is_drawn_from(name):
     """Alone among requests that leave it out, somewhere in its range: another log-probability of what is drawn."""
@@ -212,7 +245,7 @@ def test_log_probabilities_are_the_models_own_whatever_was_cut():
 def test_a_target_is_scored_not_drawn():
     x = logits(1)
     made = inputs([SamplingParams(seed=1)])
-    made = dataclasses.replace(made, target_S=np.array([123], np.int32), want_logprobs=np.array(True))
+    made = dataclasses.replace(made, target_S=np.array([123], np.int32), want_logprobs_S=np.array([True]))
     out = run(x, made)
     assert out.tokens_SR[0, 0] == 123
     np.testing.assert_allclose(
@@ -230,7 +263,7 @@ def test_a_target_is_scored_under_what_would_be_drawn_from(fields, native):
     probabilities = expected_distribution(x[0], params)
     left, cut = int(probabilities.argmax()), int(x[0].argmin())
     made = dataclasses.replace(
-        inputs([params] * 2), target_S=np.array([left, cut], np.int32), want_logprobs=np.array(True)
+        inputs([params] * 2), target_S=np.array([left, cut], np.int32), want_logprobs_S=np.array([True, True])
     )
     out = run(x, made, native=native)
     assert out.tokens_SR[:, 0].tolist() == [left, cut]
@@ -324,8 +357,13 @@ def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kin
     min_p = rng.choice([0.0, 0.0, 0.0, 1e-3, 0.6], size=len(x)).astype(np.float32)
     chosen = {"temperature_S": temperature, "top_k_S": top_k, "top_p_S": top_p, "min_p_S": min_p}
     made = dataclasses.replace(inputs([SamplingParams(seed=i) for i in range(len(x))]), **chosen)
+    is_allowed = rng.random(x.shape) < rng.choice([0.0, 0.01, 0.9, 1.0], size=(len(x), 1))  # 1.0: a row without a mask
+    is_allowed[:, 7] = True
+    allowed = [None if row.all() else np.flatnonzero(row).tolist() for row in is_allowed]
+    made = with_defaults(with_masks(made, allowed, x.shape[1]), default_samples(*x.shape))
     drawn = jax.tree.map(np.asarray, jax.jit(partial(draw_native, instruction_set=isa))(x, made))
     numbers = np.asarray(jax.jit(uniform)(made), np.float64)
+    x = np.where(is_allowed, x, -np.inf)
     np.testing.assert_array_equal(drawn.peak_S, x.max(axis=1))
     for row in range(len(x)):
         if temperature[row] == 0:
@@ -398,9 +436,9 @@ def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
         bias_SE=np.ones_like(defaults.bias_SE),
         mask_SW=rng.integers(0, 2**32, defaults.mask_SW.shape, np.uint32) | np.uint32(1),
         target_S=np.where(np.arange(num_samples) == 4, 9, defaults.target_S),
-        has_mask=np.array(True),
-        want_logprobs=np.array(True),
-        want_top=np.array(True),
+        has_mask_S=rng.random(num_samples) < 0.5,
+        want_logprobs_S=np.ones(num_samples, np.bool_),
+        want_top_S=np.ones(num_samples, np.bool_),
     )
     whole = jitted(x, made, tokens_MZ, page_table_BP)
     pieces = jitted(x, made, tokens_MZ, page_table_BP, rows_at_once=rows)
@@ -669,7 +707,7 @@ def test_top_n_sigma_leaves_what_a_float64_leaves(vocab):
 def test_a_scored_token_is_scored_whatever_the_mask():
     x = logits(1)
     made = dataclasses.replace(
-        inputs([SamplingParams()]), target_S=np.array([5], np.int32), want_logprobs=np.array(True)
+        inputs([SamplingParams()]), target_S=np.array([5], np.int32), want_logprobs_S=np.array([True])
     )
     out = run(x, with_masks(made, [[6]]))
     assert out.tokens_SR[0, 0] == 5

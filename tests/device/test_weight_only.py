@@ -147,4 +147,4 @@ def test_a_cpu_runs_them_in_plain_xla_and_says_what_is_faster(quantize):
 
 def test_other_names_are_refused():
     with pytest.raises(ValueError, match="quantize"):
-        EngineConfig(quantize="int4")
+        EngineConfig(quantize="int3")

@@ -12,6 +12,7 @@ import numpy as np
 from gguf import GGUFEndian, GGUFValueType
 
 from quire.config import MAX_DIMENSION, MAX_LAYERS, ModelConfig, check_whole
+from quire.device.blocked import Format, StoredTensor
 from quire.device.models import get_architecture
 from quire.device.models.architecture import with_defaults
 from quire.device.models.weight_specs import TensorSpec
@@ -91,6 +92,20 @@ class GgufFile:
             values = values.astype(np.float32) - np.float32(tensor.gguf_added)
         heads = tensor.gguf_rotary_heads
         return values if heads is None or values.shape != tensor.shape else unpermute(values, heads)
+
+    def read_stored(self, tensor: TensorSpec) -> StoredTensor | None:
+        """One matrix in the blocks that the file has; None if those are not multiplied as they are, or are none."""
+        found = self._tensors.get(tensor.gguf_name)
+        is_other = tensor.gguf_join or tensor.gguf_added or tensor.gguf_index is not None
+        if found is None or is_other or found.tensor_type.name not in Format.__members__:
+            return None
+        shape = tuple(int(n) for n in reversed(found.shape))
+        if shape != tensor.shape:
+            raise ValueError(f"tensor {tensor.name} has shape {shape}, the config implies {tensor.shape}")
+        rows = np.arange(shape[0], dtype=np.int32)
+        if tensor.gguf_rotary_heads is not None:
+            rows = unpermute(rows, tensor.gguf_rotary_heads)
+        return StoredTensor(Format[found.tensor_type.name], np.asarray(found.data), rows, shape[1])
 
     def tensor(self, name: str, index: int | None = None) -> np.ndarray:
         """One tensor by its name in the file, its rows in the file's order; or of a stack of tensors one."""

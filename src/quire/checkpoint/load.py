@@ -22,6 +22,7 @@ from quire.config import ModelConfig
 from quire.device.models.layers import Params
 from quire.device.models.weights import load_params
 from quire.embedding import EmbeddingConfig
+from quire.field_error import FieldError
 from quire.text.tokenizer import Tokenizer
 
 
@@ -39,11 +40,21 @@ class LoadedModel:
 
 
 def load_model(
-    model: str | Path, *, mesh: Mesh, dtype: str, progress: Callable[[int, int], None] | None = None
+    model: str | Path,
+    *,
+    mesh: Mesh,
+    dtype: str,
+    progress: Callable[[int, int], None] | None = None,
+    keep_blocks: bool = False,
 ) -> LoadedModel:
-    """Read a model and place its weights on the mesh."""
+    """Read a model and place its weights on the mesh. `keep_blocks`: in the blocks in which a GGUF file has them."""
     path = find_model(model)
     if path.is_dir():
+        if keep_blocks:
+            raise FieldError(
+                f"quantize='gguf' keeps what a GGUF file stores, and {path.name} is a folder: take quantize='int4'",
+                field="quantize",
+            )
         with SafetensorsFolder(path) as folder:
             config = folder.config()
             tokenizer = load_tokenizer(path)
@@ -58,7 +69,14 @@ def load_model(
             )
     file = GgufFile(path)
     tokenizer = tokenizer_from_gguf(file.reader)
-    params = load_params(file.config(), file.read, mesh=mesh, dtype=dtype, progress=progress)
+    params = load_params(
+        file.config(),
+        file.read,
+        mesh=mesh,
+        dtype=dtype,
+        progress=progress,
+        read_stored=file.read_stored if keep_blocks else None,
+    )
     return LoadedModel(file.config(), params, tokenizer, file.generation_config(), file.embedding_config())
 
 

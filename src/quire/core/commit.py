@@ -4,7 +4,8 @@ The device's own stop test is an optimisation. A row may have computed and drawn
 after the first stop is dropped, with its log-probabilities and pages.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
@@ -14,15 +15,26 @@ from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogpro
 from quire.core.stopping import FinishReason, Grammar
 
 
-def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, version: Version) -> list[TokenEvent]:
-    """Append what was drawn to its sequences, up to the first stop. `samples` come with their index in the result."""
+def accept_tokens(
+    samples: Iterable[tuple[int, Sample]],
+    result: StepResult,
+    version: Version,
+    drafts: Mapping[int, SequenceOf[int]],
+) -> list[TokenEvent]:
+    """Append what was drawn to its sequences, up to the first stop. `samples` come with their index in the result.
+
+    `drafts` are those of rows: of such a row there is one sample, and what was drawn behind its drafts follows it in
+    the result.
+    """
     events = []
     all_tokens = result.tokens_SR.tolist()
     for i, sample in samples:
         sequence = sample.sequence
         if sequence.state is SequenceState.FINISHED:
             continue  # aborted while the step was in flight
-        tokens = all_tokens[i]
+        tokens, drafted = all_tokens[i], drafts.get(sample.row)
+        if drafted:
+            tokens = agreed_draws([draw for (draw,) in all_tokens[i : i + 1 + len(drafted)]], drafted)
         if tokens[-1] >= 0 and _is_plain(sequence, tokens):
             output, most = sequence.output_token_ids, sequence.max_tokens
             if len(output) + len(tokens) > most:
@@ -33,7 +45,7 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
             events.append(TokenEvent(sequence, tuple(tokens), FinishReason.LENGTH if len(output) >= most else None))
             continue
         reason, accepted = None, []
-        for round_, token_id in enumerate(tokens):
+        for n, token_id in enumerate(tokens):
             if token_id < 0:
                 break
             sequence.output_token_ids.append(token_id)
@@ -41,7 +53,8 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
             sequence.weight_versions.append(version)
             accepted.append(token_id)
             if sequence.params.logprobs is not None:
-                sequence.logprobs.append(_logprob(sequence, result, i, round_, processed=True))
+                at = (i + n, 0) if drafted else (i, n)
+                sequence.logprobs.append(_logprob(sequence, result, at, processed=True))
             reason = stop_reason(sequence)
             if reason is not None:
                 break
@@ -49,7 +62,18 @@ def accept_tokens(samples: Iterable[tuple[int, Sample]], result: StepResult, ver
     return events
 
 
-def _is_plain(sequence: Sequence, tokens: list[int]) -> bool:
+def agreed_draws(draws: SequenceOf[int], drafts: SequenceOf[int]) -> SequenceOf[int]:
+    """The draws that count: each was drawn behind what had been drafted, up to the first draw that is something else.
+
+    They are what would have been drawn one at a time: a draw depends on nothing but the tokens before it.
+    """
+    for i, (draw, draft) in enumerate(zip(draws, drafts, strict=False)):
+        if draw != draft:
+            return draws[: i + 1]
+    return draws
+
+
+def _is_plain(sequence: Sequence, tokens: SequenceOf[int]) -> bool:
     """Whether nothing is to be said or judged of each of these by itself: they are accepted in one go."""
     params = sequence.params
     if params.logprobs is not None or sequence.grammar is not None or params.stop:
@@ -67,7 +91,7 @@ def accept_scores(plan: StepPlan, result: StepResult) -> None:
         if sequence.state is not SequenceState.RUNNING:
             continue  # aborted while the step was in flight
         scores = sequence.prompt_logprobs if position < sequence.prompt_len else sequence.logprobs
-        scores.append(_logprob(sequence, _asked(result.scores), i, 0, processed=sequence.request.scores_draws))
+        scores.append(_logprob(sequence, _asked(result.scores), (i, 0), processed=sequence.request.scores_draws))
 
 
 def accept_pooled(plan: StepPlan, result: StepResult) -> None:
@@ -145,9 +169,9 @@ def allowed_tokens(sequence: Sequence, grammar: Grammar, mask: np.ndarray) -> np
     return mask
 
 
-def _logprob(sequence: Sequence, result: TokenResult, index: int, round_: int, *, processed: bool) -> TokenLogprob:
+def _logprob(sequence: Sequence, result: TokenResult, at: tuple[int, int], *, processed: bool) -> TokenLogprob:
     """What the step says of one token: under the model itself, and if `processed` under what it is drawn from."""
-    at, count = (index, round_), sequence.params.logprobs or 0
+    count = sequence.params.logprobs or 0
     token_id, logprob = int(result.tokens_SR[at]), float(_asked(result.logprobs_SR)[at])
     top = _top(result.top_ids_SRX, result.top_logprobs_SRX, at, count)
     if not processed:

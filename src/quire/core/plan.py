@@ -3,9 +3,11 @@
 A plan is made fresh every step. Rows say which positions are computed, samples say which logits are drawn from, scores
 which of them say how likely a given token was: they are apart because a row may have none (a chunk inside a prompt),
 several samples may draw from one row, and a row may have a score for each of its tokens. Embeds say which hidden states
-are handed out: a row that is embedded has one.
+are handed out: a row that is embedded has one. Drafts are tokens at the end of a row that its sequence does not have
+yet: a sample stands behind each.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -75,6 +77,8 @@ class StepPlan:
     samples: list[Sample] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     embeds: list[Embed] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """Row -> the tokens that were guessed behind its sequence's newest one: the last that it computes."""
     num_tokens: int = 0
     operations: list[PageOperations] = field(default_factory=lambda: [PageOperations()])
     """For each pool of pages, in the order of `PageTables.pools`."""
@@ -87,6 +91,19 @@ class StepPlan:
         """Whether the device could run more than one round: every row has one token, and draws one for itself."""
         one_each = self.num_tokens == len(self.rows) == len(self.samples) and not self.scores
         return one_each and all(sample.row == i for i, sample in enumerate(self.samples))
+
+    @property
+    def judged_samples(self) -> Iterable[tuple[int, Sample]]:
+        """The samples with their index, but for those behind a draft: they are judged with the one before the draft."""
+        samples, rows = enumerate(self.samples), self.rows
+        if not self.drafts:
+            return samples
+        return [(i, sample) for i, sample in samples if sample.position == rows[sample.row].first + 1]
+
+    @property
+    def has_long_prompts(self) -> bool:
+        """Whether most of its tokens are of prompts: then its time tells what a token costs."""
+        return self.num_tokens > 2 * len(self.rows) and not self.drafts
 
 
 class TokenResult(Protocol):

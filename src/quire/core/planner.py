@@ -1,5 +1,6 @@
 """Fills one plan within a step's budgets of tokens and samples."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 
 from quire.core.page_tables import PageTables
@@ -80,19 +81,44 @@ class Planner:
         self._samples_left -= len(samples) - num_samples_before
 
 
+def add_drafts(plan: StepPlan, tables: PageTables, drafts: Mapping[int, list[int]]) -> None:
+    """Let rows of a plan that only decodes compute guessed tokens too, and draw behind each of them.
+
+    Nobody gives way for them: a row takes as many as the free pages reach. Pages of what is not accepted go back at
+    commit.
+    """
+    rows, samples, plan.rows, plan.samples, plan.num_tokens = plan.rows, plan.samples, [], [], 0
+    for i, (row, sample) in enumerate(zip(rows, samples, strict=True)):
+        end = tables.reachable_end(row.sequence, row.first + 1 + len(drafts.get(i, ())))
+        tables.grow(row.sequence, end)
+        num_tokens, base = end - row.first, plan.num_tokens
+        if num_tokens > 1:
+            plan.drafts[i] = drafts[i][: num_tokens - 1]
+        plan.rows.append(row._replace(num_tokens=num_tokens))
+        plan.samples += [
+            sample._replace(packed_index=base + n, position=sample.position + n) for n in range(num_tokens)
+        ]
+        plan.num_tokens += num_tokens
+
+
 def reserve_rounds(plan: StepPlan, tables: PageTables, most: int) -> None:
     """Let each row go on for up to `most` rounds, as far as its budget and the free pages reach.
 
-    Nobody is preempted, and in no pool anything cached is given up, to reserve ahead. A row with a grammar needs the
-    host after every token. What a row does not use of its pages goes back at commit.
+    Nobody is preempted, and in no pool anything cached is given up, to reserve ahead. What a row does not use of its
+    pages goes back at commit.
     """
     rows = plan.rows
     for i, row in enumerate(rows):
         sequence = row.sequence
-        rounds = min(most, sequence.max_tokens - sequence.num_output) if sequence.grammar is None else 1
-        missing = sequence.params.min_tokens - sequence.num_output
-        if missing > 0:  # until then its stop ids are forbidden, and after it they are not
-            rounds = min(rounds, missing)
-        end = tables.reachable_end(sequence, row.first + rounds)
+        end = tables.reachable_end(sequence, row.first + min(most, most_unseen(sequence)))
         tables.grow(sequence, end)
         rows[i] = row._replace(max_rounds=end - row.first)
+
+
+def most_unseen(sequence: Sequence) -> int:
+    """Tokens that may be drawn for a sequence that decodes before the host looks: with a grammar, one."""
+    if sequence.grammar is not None:
+        return 1
+    most = sequence.max_tokens - sequence.num_output
+    missing = sequence.params.min_tokens - sequence.num_output
+    return min(most, missing) if missing > 0 else most  # until then its stop ids are forbidden, after it they are not

@@ -17,11 +17,12 @@ from itertools import chain
 from operator import add
 
 from quire.core.commit import accept_pooled, accept_scores, accept_tokens, computed_end
+from quire.core.drafts import FIRST_DRAFTS, Drafter
 from quire.core.errors import AuditError
 from quire.core.forks import fork_of
 from quire.core.page_tables import PageCounts, PageTables
-from quire.core.plan import StepPlan, StepResult
-from quire.core.planner import Planner, reserve_rounds
+from quire.core.plan import Row, StepPlan, StepResult
+from quire.core.planner import Planner, add_drafts, most_unseen, reserve_rounds
 from quire.core.preemption import PreemptionCosts, num_victims, prefers_swap
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.core.stopping import FinishReason
@@ -42,6 +43,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_samples: int | None = None,
         max_rounds: int = 1,
+        drafts: int = 0,
         preemption: str = "auto",
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -51,6 +53,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_samples = max_num_seqs if max_num_samples is None else max_num_samples
         self.max_rounds = max_rounds
+        self.drafts = drafts
+        """Tokens of a step that decodes, at most, when it guesses ahead; 0 for never."""
         self.preemption = preemption
         self.costs = PreemptionCosts()
         self.waiting = WaitingQueue()
@@ -63,6 +67,9 @@ class Scheduler:
         self.num_swaps = 0
         self.cached_tokens = 0
         """Positions found in the prefix cache or with a relative instead of computed."""
+        self.drafted_tokens = 0
+        self.accepted_drafts = 0
+        """Drafted tokens that were drawn."""
         self.in_flight: StepPlan | None = None
 
     @property
@@ -140,8 +147,10 @@ class Scheduler:
                 promised = list(map(add, promised, self.tables.num_promised(planner.started[-1:])))
         plan = planner.plan
         if plan:
-            if self.max_rounds > 1 and plan.can_go_on:
-                self._reserve_ahead(plan)
+            if (self.max_rounds > 1 or self.drafts) and plan.can_go_on:
+                self._draft(plan)
+                if not plan.drafts:
+                    self._reserve_ahead(plan)
             plan.operations = self.tables.take_operations()
             self.in_flight = plan
         return plan
@@ -214,6 +223,28 @@ class Scheduler:
         self.tables.grow(sequence, end)
         return True
 
+    def _draft(self, plan: StepPlan) -> None:
+        """Fill a plan that only decodes up to `drafts` tokens with what its sequences may go on with.
+
+        Each has the same share. Where that is less than a drafter begins with, there are too many rows for it to pay.
+        """
+        share, found = self.drafts // len(plan.rows) - 1, {}
+        for i, row in enumerate(plan.rows if share >= FIRST_DRAFTS else ()):
+            sequence = row.sequence
+            drafter = sequence.drafter = sequence.drafter or Drafter(sequence.num_tokens)
+            most = min(share, drafter.most, most_unseen(sequence) - 1)
+            if sequence.params.max_rounds is not None:
+                most = min(most, sequence.params.max_rounds - 1)
+            if most > 0 and sequence.num_tokens >= drafter.resume_at:
+                found[i] = self._look_up(sequence, drafter, most)
+        if any(found.values()):
+            add_drafts(plan, self.tables, found)
+
+    def _look_up(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
+        """So many tokens that a sequence may go on with; [] if there is nothing to go by."""
+        drafter.read(sequence.tokens_between(drafter.num_read, sequence.num_tokens))
+        return drafter.find(most)
+
     def _reserve_ahead(self, plan: StepPlan) -> None:
         """Let every row of a plan that only decodes go on for some rounds: fewer when somebody watches or waits.
 
@@ -222,7 +253,7 @@ class Scheduler:
         """
         asked = [rounds for row in plan.rows if (rounds := row.sequence.params.max_rounds) is not None]
         most = min([self.max_rounds, *asked])
-        if self.waiting or any(row.sequence.request.stream or row.sequence.grammar for row in plan.rows):
+        if self.waiting or any(map(_wants_host_soon, plan.rows)):
             most = min(most, WATCHED_ROUNDS)
         if self.waiting:
             most = min(most, *(row.sequence.max_tokens - row.sequence.num_output for row in plan.rows))
@@ -369,11 +400,11 @@ class Scheduler:
         self.tables.dispatched()
         weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
-        samples = enumerate(plan.samples)
+        samples = plan.judged_samples
         if not all(counts):
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
         accept_scores(plan, result)  # what a row scores comes before what it draws
-        events = accept_tokens(samples, result, weights.version)
+        events = accept_tokens(samples, result, weights.version, plan.drafts)
         accept_pooled(plan, result)
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
@@ -391,6 +422,9 @@ class Scheduler:
                     self.tables.slide(sequence)
                 if first < sequence.prompt_len <= first + row.num_tokens:
                     prompts_done.append(sequence)
+        for i, drafts in plan.drafts.items():
+            if counts[i]:
+                self._learn(plan.rows[i], len(drafts))
         for event in events:
             if event.finish_reason:
                 self._finish(event.sequence, event.finish_reason)
@@ -399,6 +433,14 @@ class Scheduler:
         if any(event.finish_reason for event in events):
             self._drop_finished()
         return events
+
+    def _learn(self, row: Row, num_drafted: int) -> None:
+        sequence = row.sequence
+        num_accepted = sequence.num_tokens - row.first - 2  # beside the newest that there was, and the last draw
+        self.drafted_tokens += num_drafted
+        self.accepted_drafts += num_accepted
+        if sequence.drafter:
+            sequence.drafter.learn(sequence.num_tokens, num_drafted, num_accepted)
 
     def _commit_prompt(self, sequence: Sequence) -> list[TokenEvent]:
         """A prompt is computed: who wanted no more ends, and those who waited for it queue for rows of their own."""
@@ -420,6 +462,13 @@ class Scheduler:
             self.tables.publish_end(sequence)
         sequence.finish(reason)
         self.tables.release(sequence)
+
+
+def _wants_host_soon(row: Row) -> bool:
+    """Whether somebody watches the sequence, or the host has something to say before it goes on."""
+    sequence = row.sequence
+    is_drafted = sequence.drafter is not None and sequence.num_tokens < sequence.drafter.hopes_until
+    return sequence.request.stream or sequence.grammar is not None or is_drafted
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:

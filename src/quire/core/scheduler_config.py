@@ -20,6 +20,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_num_samples: int
     max_rounds: int = 1
+    drafts: int = 0
     preemption: str = "auto"
     prefix_cache: bool = True
     poison_freed: bool = False
@@ -31,7 +32,7 @@ class SchedulerConfig:
 
     def build[S: Scheduler](self, kind: Callable[..., S] = Scheduler, **more: Any) -> S:
         """A scheduler over empty pools; of another class, which may take `more`."""
-        limits = ("max_num_seqs", "max_num_batched_tokens", "max_num_samples", "max_rounds", "preemption")
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_num_samples", "max_rounds", "drafts", "preemption")
         return kind(self._tables(), **{name: getattr(self, name) for name in limits}, **more)
 
     def _tables(self) -> PageTables:

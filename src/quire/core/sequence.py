@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from quire.core.drafts import Drafter
 from quire.core.errors import StateError
 from quire.core.request import Request
 from quire.core.stopping import FinishReason, Grammar, StopDetector
@@ -100,7 +101,7 @@ class Sequence:
     """One stream of tokens. The scheduler moves it; commit appends to it; nobody else writes to it."""
 
     __slots__ = (
-        "arrival", "detokenizer", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
+        "arrival", "detokenizer", "drafter", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
         "hash_root", "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index",
         "num_cached_tokens", "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens",
         "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent", "pooled_D",
@@ -188,6 +189,8 @@ class Sequence:
         """Steps that failed on the device with this sequence in them."""
         self.grammar = grammar
         """Constrains the output; it has read all of it."""
+        self.drafter: Drafter | None = None
+        """Where drafts are made: what finds them. A fork has one of its own."""
         self.mask: np.ndarray | None = None
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
 
@@ -326,6 +329,6 @@ class Sequence:
         self.move_to(SequenceState.FINISHED)
         self.finish_reason = reason
         self.parent = None
-        self.grammar = self.mask = None
+        self.grammar = self.mask = self.drafter = None
         if self.index >= self.params.n:
             self.family.remove(self)

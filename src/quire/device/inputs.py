@@ -95,12 +95,10 @@ class SampleInputs:
     """The token whose logits are drawn from."""
     position_S: Any
     """The position of the token drawn."""
-    has_mask: Any
-    """Whether any sample may not draw every token."""
-    want_logprobs: Any
-    """Whether any sample's log-probability will be read."""
-    want_top: Any
-    """Whether any alternatives will be read; then log-probabilities are, too."""
+    want_logprobs_S: Any = None
+    """Whether its log-probability will be read."""
+    want_top_S: Any = None
+    """Whether alternatives will be read; then its log-probability is, too."""
     temperature_S: Any = None
     """0 for the most likely token."""
     top_k_S: Any = None
@@ -127,13 +125,17 @@ class SampleInputs:
     """Token ids whose logit is changed, or INVALID."""
     bias_SE: Any = None
     """What is added to it."""
+    has_mask_S: Any = None
+    """Whether it may not draw every token."""
     mask_SW: Any = None
-    """The tokens that may be drawn: bit t % 32 of word t // 32."""
+    """With `has_mask_S`, the tokens that may be drawn: bit t % 32 of word t // 32."""
 
 
 SAMPLE_FIELDS = tuple(field.name for field in fields(SampleInputs))
-FLAGS = ("has_mask", "want_logprobs", "want_top")
-SCORE_FIELDS = (*FLAGS, "packed_index_S", "target_S", "temperature_S", "top_k_S", "top_p_S", "min_p_S", "top_n_sigma_S")
+SCORE_FIELDS = (
+    "packed_index_S", "want_logprobs_S", "want_top_S", "target_S",
+    "temperature_S", "top_k_S", "top_p_S", "min_p_S", "top_n_sigma_S",
+)  # fmt: skip
 """What a token that is scored has of `SampleInputs`: all that is of the logits, nothing that is of a row's history."""
 
 
@@ -161,9 +163,8 @@ def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
     return SampleInputs(
         packed_index_S=full(0, np.int32),
         position_S=full(0, np.int32),
-        has_mask=np.array(False),
-        want_logprobs=np.array(False),
-        want_top=np.array(False),
+        want_logprobs_S=full(False, np.bool_),
+        want_top_S=full(False, np.bool_),
         temperature_S=full(0, np.float32),
         top_k_S=full(0, np.int32),
         top_p_S=full(1, np.float32),
@@ -179,6 +180,7 @@ def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
         frequency_penalty_S=full(0, np.float32),
         bias_ids_SE=full(INVALID, np.int32, MAX_BIASES),
         bias_SE=full(0, np.float32, MAX_BIASES),
+        has_mask_S=full(False, np.bool_),
         mask_SW=full(0, np.uint32, mask_words(vocab_size)),
     )
 
@@ -316,8 +318,10 @@ class StepOutput:
         return replace(self._asked_by(inputs.samples), scores=scores, pooled_BD=pooled_BD)
 
     def _asked_by(self, samples: SampleInputs) -> "StepOutput":
-        absent = [] if samples.want_logprobs else ["logprobs_SR", "processed_logprobs_SR", "kept_mass_SR"]
-        if not samples.want_top:
+        absent = []
+        if samples.want_logprobs_S is None:
+            absent += ["logprobs_SR", "processed_logprobs_SR", "kept_mass_SR"]
+        if samples.want_top_S is None:
             absent += ["top_ids_SRX", "top_logprobs_SRX", "processed_top_ids_SRX", "processed_top_logprobs_SRX"]
         return replace(self, **dict.fromkeys(absent))
 

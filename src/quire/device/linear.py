@@ -10,6 +10,7 @@ not know which kind it has:
     Int8         int8 with one scale per output; activations become two int8 terms on the way
     WeightOnly   int8 or int4 with scales that are applied after the product; activations stay as they are
     Mxfp4        of experts: 4 bits a weight, expanded on the way
+    Blocked      4, 6 or 8 bits a weight in blocks of 32, for the native library: see `blocked.py`
 
 Matrices of experts have an axis more in front, `[E, in, out]`, and so has everything that is made of them.
 
@@ -19,7 +20,7 @@ things than arrays: hence no narrower types of their fields.)
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -29,17 +30,18 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from quire.device import native
+from quire.device.blocked import PANEL_WIDTH, Blocked, Format, grouped_blocked, linear_blocked, nearest
 from quire.device.mesh import ArraySpec, sharding
 from quire.field_error import FieldError
 
-PANEL_WIDTH = 16
-"""Output columns in a panel of packed weights; `native/linear.h` explains the layout."""
 INNER_ALIGNMENT = 64
-"""Bytes to a multiple of which the inner dimension of packed weights is padded."""
+"""Bytes to a multiple of which the inner dimension of packed weights is padded: see `native/linear.h`."""
 GROUP_SIZES = (128, 64, 32)
 """Inputs that share a scale in int4: the first of these that divides what a device has of the input."""
 WEIGHT_BITS = {"int8-weights": 8, "int4-weights": 4}
 """Of a matrix, for each way to quantise weights alone."""
+BLOCKED = ("int4", "gguf")
+"""Ways to quantise for which only the native library has code."""
 MXFP4_BLOCK, MXFP4_BIAS = 32, 127
 """Weights that share a scale; what is added to its exponent."""
 MXFP4_TOP_EXPONENT = 3
@@ -107,7 +109,7 @@ class Mxfp4:
     packed: bool = field(metadata={"static": True})
 
 
-Weight = jax.Array | Transposed | Packed | Int8 | WeightOnly | Mxfp4
+Weight = jax.Array | Transposed | Packed | Int8 | WeightOnly | Mxfp4 | Blocked
 
 
 def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set: str = "") -> Float[Array, "T *out"]:
@@ -123,6 +125,8 @@ def linear(x: Float[Array, "T D"], weight: Any, out: Any = None, instruction_set
             return _int8(x, weight, out, instruction_set)
         case WeightOnly(values, scale):
             return _weight_only(x, values, scale).astype(out)
+        case Blocked():
+            return linear_blocked(x, weight, out, instruction_set)
         case _:
             return _product(x, weight, out)
 
@@ -154,6 +158,8 @@ def grouped_linear(
             result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), x.dtype)
             call = jax.ffi.ffi_call("quire_grouped_mxfp4", result)
             return call(x, codes, scales, group_sizes, isa=instruction_set)
+        case Blocked():
+            return grouped_blocked(x, weight, group_sizes, instruction_set)
         case Mxfp4():
             return _grouped_product(x, _expand(weight, x.shape[1], x.dtype), group_sizes, x.dtype)
         case _:
@@ -251,6 +257,15 @@ def _to_mxfp4(array: jax.Array, packed: bool) -> Mxfp4:
     return Mxfp4(codes, scales, outputs, packed)
 
 
+def _to_int4(array: jax.Array, contracted_axis: int) -> Blocked:
+    """Blocks of 4 bits with minima; the output head, whose rounding goes straight into the logits, in 8."""
+    has_experts = _has_experts(array.ndim, contracted_axis)
+    is_head = contracted_axis == 1 and not has_experts
+    matrix = array if contracted_axis == 1 else array.reshape(array.shape[0], -1)
+    weight = nearest(matrix, transposed=is_head, to=Format.Q8_0 if is_head else Format.Q4_1)
+    return replace(weight, output_shape=_output_shape(array.shape, contracted_axis))
+
+
 def _expand(weight: Mxfp4, inner: int, dtype: jnp.dtype) -> jax.Array:
     """The matrices of experts, `[E, in, out]`."""
     codes, scales = weight.codes, weight.scales
@@ -292,6 +307,10 @@ class MatmulKind:
     """Whether experts' matrices are packed: where `native` is, and in float32, too."""
     mxfp4_experts: bool = False
     """Whether experts' matrices are kept in 4 bits."""
+    int4: bool = False
+    """Whether weights are rounded to blocks of 4 bits, for the native library."""
+    stored: bool = False
+    """Whether weights that came in blocks stay so: what there is of others is as without `quantize`."""
 
     def bits(self, contracted_axis: int) -> int | None:
         """Of one matrix where only the weights are quantised: the output head, `[out, in]`, always has 8.
@@ -310,7 +329,7 @@ class MatmulKind:
 
     def converts(self, ndim: int, contracted_axis: int) -> bool:
         """Whether a matrix of so many axes is made anew from the public layout, or used as it is."""
-        is_quantised = self.int8 or self.weight_bits is not None
+        is_quantised = self.int8 or self.int4 or self.weight_bits is not None
         is_quantised |= self.mxfp4_experts and _has_experts(ndim, contracted_axis)
         return is_quantised or self.packs(ndim, contracted_axis) or self.reorders(ndim, contracted_axis)
 
@@ -323,6 +342,8 @@ def _has_experts(ndim: int, contracted_axis: int) -> bool:
 def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> MatmulKind:
     """What the config's knobs mean on this mesh; "native" where it cannot be is an error that says why."""
     reason = _native_unavailable_reason(quantize, dtype, mesh)
+    if quantize in BLOCKED:
+        check_blocked(matmul, quantize, mesh)
     if matmul == "native" and reason:
         raise ValueError(f"matmul='native': {reason}; matmul='auto' takes what there is")
     has_library = matmul != "xla" and native.unavailable_reason_on(mesh) is None
@@ -333,11 +354,24 @@ def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Ma
         int8=quantize == "int8",
         input_second=mesh.devices.flat[0].platform != "cpu",
         weight_bits=WEIGHT_BITS.get(quantize or ""),
+        int4=quantize == "int4",
+        stored=quantize == "gguf",
     )
 
 
+def check_blocked(matmul: str, quantize: str, mesh: Mesh) -> None:
+    """Raise FieldError where weights in blocks cannot be multiplied: there is native code for them, and no other."""
+    reason = "matmul='xla' is without it" if matmul == "xla" else native.unavailable_reason_on(mesh)
+    if reason:
+        raise FieldError(
+            f"quantize={quantize!r} needs the native library: {reason}; take quantize='int8', or on accelerators "
+            "'int4-weights'",
+            field="quantize",
+        )
+
+
 def _native_unavailable_reason(quantize: str | None, dtype: str, mesh: Mesh) -> str | None:
-    if dtype != "bfloat16" and quantize in (None, "mxfp4"):
+    if dtype != "bfloat16" and quantize in (None, "mxfp4", "gguf"):
         return f"the native matmul takes bfloat16, or any type with quantize='int8', not {dtype}"
     if quantize in WEIGHT_BITS:
         return f"quantize={quantize!r} leaves activations as they are, which the native int8 matmul does not take"
@@ -388,6 +422,8 @@ def convert_in_jit(array: jax.Array, contracted_axis: int, kind: MatmulKind, num
     is_packed = kind.packs(array.ndim, contracted_axis)
     if kind.mxfp4_experts and _has_experts(array.ndim, contracted_axis):
         return _to_mxfp4(array, is_packed)
+    if kind.int4:
+        return _to_int4(array, contracted_axis)
     if bits := kind.bits(contracted_axis):
         values, scale = quantize(_split(array, contracted_axis, num_groups), contracted_axis + 1, bits)
         values = _ordered(values.reshape(array.shape), contracted_axis, kind)
@@ -480,7 +516,7 @@ def restore(weight: Weight, contracted_axis: int, shape: tuple[int, ...]) -> jax
     ValueError for int8 and int4, from which there is no way back.
     """
     match weight:
-        case Int8() | WeightOnly() | Mxfp4():
+        case Int8() | WeightOnly() | Mxfp4() | Blocked():
             raise ValueError("quantised weights are rounded: what they were made from is gone; quantize=None keeps it")
         case Packed(panels):
             return _unpack(panels, contracted_axis, shape)

@@ -10,6 +10,7 @@ import functools
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 LIBRARY = Path(__file__).with_name("_native.so")
@@ -21,6 +22,10 @@ HANDLERS = (
     "quire_grouped",
     "quire_grouped_int8",
     "quire_grouped_mxfp4",
+    "quire_linear_blocked",
+    "quire_grouped_blocked",
+    "quire_look_up_blocked",
+    "quire_pack_nearest",
     "quire_add_norm",
     "quire_rotate",
     "quire_gate",
@@ -39,6 +44,8 @@ def _load() -> ctypes.CDLL | str:
         for name in HANDLERS:
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
         library.quire_instruction_set.restype = ctypes.c_char_p
+        library.quire_pack_stored.argtypes = [ctypes.c_int, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 3]
+        library.quire_pack_stored.restype = None
     except (OSError, AttributeError, RuntimeError) as error:
         return f"the native library does not load, build it again: {error}"
     return library
@@ -67,3 +74,20 @@ def instruction_sets() -> tuple[str, ...]:
         while (name := library.quire_instruction_set(ctypes.c_int(len(found)))) is not None:
             found.append(name.decode())
     return tuple(filter(None, found))
+
+
+def pack_stored(stored_as: int, inner: int, data: np.ndarray, rows: np.ndarray, panels: np.ndarray) -> None:
+    """Rows of a GGUF file's tensor, uint8 `[out, bytes of a row]`, to the panels of a `Blocked` matrix, on the host.
+
+    `stored_as` is a number of `blocked.Format`. No program of XLA: a file is read a tensor at a time from where it is
+    mapped, and each into its place.
+    """
+    library = _load()
+    assert not isinstance(library, str), library
+    assert data.dtype == panels.dtype == np.uint8
+    assert data.flags.c_contiguous
+    assert panels.flags.c_contiguous
+    assert 0 <= rows.min() <= rows.max() < len(data)
+    rows = np.ascontiguousarray(rows, np.int32)
+    pointers = (array.ctypes.data for array in (data, rows, panels))
+    library.quire_pack_stored(stored_as, inner, len(rows), *pointers)

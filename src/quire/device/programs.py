@@ -69,6 +69,8 @@ class Programs:
     attention: str = "auto"
     matmul: str = "auto"
     quantize: str | None = None
+    weights: Params | None = None
+    """What `params` is, where a file decides it: with quantize="gguf"."""
 
     @cached_property
     def matmul_kind(self) -> MatmulKind:
@@ -116,6 +118,8 @@ class Programs:
     @cached_property
     def params(self) -> Params:
         """The shape, type and placement of every weight, in the place of the weight."""
+        if self.weights is not None:
+            return self.weights
         return abstract_params(self.model, mesh=self.mesh, dtype=self.dtype, kind=self.matmul_kind)
 
     @cached_property
@@ -197,6 +201,11 @@ class Programs:
         scores = None if shape.decode else default_scores(tokens)
         arrays = (per_token, layout, samples, default_rounds(rows), scores, default_embed(rows))
         return jax.tree.map(lambda array: self._whole(array.shape, array.dtype), arrays)
+
+    def output(self, shape: StepShape) -> StepOutput:
+        """The fields of a step's output; what stands in them is of no meaning."""
+        drawn = jax.eval_shape(partial(StepOutput.empty, shape.num_samples, 1))
+        return drawn if shape.decode else replace(drawn, scores=drawn, pooled_BD=0)
 
     def page_table_widths(self, pool: int) -> tuple[int, ...]:
         """How many page ids a call may write, smallest first: a table that is small has no use for the largest."""

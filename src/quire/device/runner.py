@@ -7,7 +7,7 @@ updated in place. What compiles afterwards inside a run is counted, and is an er
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,8 +36,18 @@ from quire.device.memory import return_freed_memory
 from quire.device.mesh import place
 from quire.device.models.layers import Params
 from quire.device.models.tensors import has_tensor_names
-from quire.device.models.weights import arrays_from_tensors, check_params, prepare, replace_params, restore_params
+from quire.device.models.weights import (
+    abstract_like,
+    arrays_from_tensors,
+    check_params,
+    is_stored,
+    prepare,
+    replace_params,
+    restore_params,
+)
 from quire.device.programs import PAGE_COMMAND_WIDTH, PageProgram, Programs
+from quire.device.saved_programs import SavedPrograms
+from quire.field_error import FieldError
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles = threading.local()
@@ -111,13 +121,26 @@ class ModelRunner:
         )
         self.notes = self.programs.notes
         """What a person should know at start, each in one sentence."""
-        self._params = prepare(model, params, mesh=mesh, kind=self.programs.matmul_kind)
+        kind = self.programs.matmul_kind
+        if kind.stored and not is_stored(params):
+            raise FieldError(
+                "quantize='gguf' keeps the blocks in which a GGUF file has its weights, and these came from none: take "
+                "quantize='int4', or None",
+                field="quantize",
+            )
+        self._num_host_pages = tuple(num_host_pages)
+        # The system clears every page of this memory, which takes as long as all else: it does so meanwhile.
+        thread = ThreadPoolExecutor(1)
+        self._allocation: Future[kv_cache.Caches] | None = thread.submit(self._create_caches)
+        thread.shutdown(wait=False)
+        self._caches: kv_cache.Caches = ()
+        self._host: list[kv_cache.HostPages] = []
+        """The pages in host memory, for each pool; none if nothing is ever swapped."""
+        self._params = prepare(model, params, mesh=mesh, kind=kind)
+        if kind.stored:
+            self.programs = replace(self.programs, weights=abstract_like(self._params))
         self._is_complete = True
         """Whether all weights are of one version; not while they are being replaced."""
-        self._caches = self._create_caches()
-        self._num_host_pages = tuple(num_host_pages)
-        self._host = self._create_host_pages()
-        """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._compiled: dict[StepShape | PageProgram, Callable] = {}
         """The program of each step shape, and those that handle pages, as `Programs` names them."""
         self._defaults = {
@@ -150,12 +173,12 @@ class ModelRunner:
         return len(self._compiled)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Compile everything that will ever run.
+        """Take the memory for the pools, and compile everything that will ever run.
 
         `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
         and what is being compiled now.
         """
-        moves = () if self._host else ("read", "write")
+        moves = () if self._num_host_pages else ("read", "write")
         small = {name: traced for name, traced in self.programs.trace_page_programs().items() if name[1] not in moves}
         total = len(self.shapes) + len(small)
         report = progress or (lambda done, total, what: None)
@@ -163,13 +186,17 @@ class ModelRunner:
         report(len(self._compiled), total, "page tables; copy, poison and move pages")
         for name, traced in small.items():
             self._compiled[name] = traced.lower().compile()
+        if self._allocation is not None:
+            self._caches, self._allocation = self._allocation.result(), None
+            self._host = self._create_host_pages()
         if self._host:
             self._measure_moves(self._host[0])
         report(total, total, "")
 
     def _compile_steps(self, report: Callable[[str], None]) -> None:
-        """Compile the program of every step shape, as many at once as there are processors."""
+        """Load the program of every step shape, or compile it, as many at once as there are processors."""
         num_workers = os.cpu_count() or 1
+        saved = SavedPrograms(self.programs)
         compiling: dict[Future, StepShape] = {}
 
         def collect() -> None:
@@ -182,12 +209,17 @@ class ModelRunner:
         # XLA compiles outside the interpreter's lock: while one program compiles the next is traced.
         pool = ThreadPoolExecutor(num_workers)
         try:
+            loading = pool.map(saved.load, self.shapes)
             for shape in self.shapes:
+                report(str(shape))
+                if (program := next(loading)) is not None:
+                    self._compiled[shape] = program
+            for shape in [shape for shape in self.shapes if shape not in self._compiled]:
                 report_with(shape)
                 lowered = self.programs.trace(shape).lower()
                 if len(compiling) == num_workers:
                     collect()
-                compiling[pool.submit(lowered.compile)] = shape
+                compiling[pool.submit(saved.compile, shape, lowered)] = shape
             while compiling:
                 report_with()
                 collect()
@@ -283,9 +315,16 @@ class ModelRunner:
 
     def checked_weights(self, params: Params) -> Params:
         """Weights that `set_weights` takes, as `replace_weights` does: arrays, or functions that make them."""
+        stored = self.programs.matmul_kind.stored
+        if stored and not (isinstance(params, Mapping) and is_stored(params)):
+            raise FieldError(
+                "quantize='gguf' computes with the blocks of the model's file, and other weights have none: open the "
+                "model with quantize=None or 'int4' to replace its weights",
+                field="quantize",
+            )
         if has_tensor_names(params):
             return arrays_from_tensors(self.model, params, dtype=self.programs.dtype)
-        check_params(self.model, params, dtype=self.programs.dtype)
+        check_params(self.model, params, dtype=self.programs.dtype, stored=stored)
         return params
 
     def replace_weights(self, arrays: Params, *, copy: bool = True) -> None:

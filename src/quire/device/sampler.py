@@ -6,8 +6,9 @@ cumulative distribution in vocabulary order, which costs one pass: first the til
 On a CPU `native/draw.cc` does it all while a row is in the cache.
 
 Penalties come first, then the bias, the mask, top-n-sigma, temperature, top-k, top-p of what is left, min-p. Which
-tokens a row has seen is read from its own pages, which carry token ids beside their KV. What no sample of the step
-needs is skipped at run time (`lax.cond`), so that one program serves every mix of requests.
+tokens a row has seen is read from its own pages, which carry token ids beside their KV. What no sample needs is
+skipped at run time (`lax.cond`), so that one program serves every mix of requests. A row that asks for more than a draw
+costs only itself: on a CPU such rows are taken by themselves, elsewhere with the few that are in one piece with it.
 """
 
 import math
@@ -27,6 +28,8 @@ from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
 SMALLEST_TILE = 32
+ASKING_AT_ONCE = 4
+"""Rows with penalties, biases or alternatives that are taken together, on a CPU."""
 PAGES_AT_ONCE = 64
 """Pages of each row that penalties look at in one go."""
 MIN_TEMPERATURE = 1e-20
@@ -36,6 +39,10 @@ MIN_TEMPERATURE = 1e-20
 CUTS = ("top_k_S", "top_p_S", "min_p_S")
 ROUNDING = 1e-6
 """Two tokens whose log-probabilities differ by less may have the same weight in float32."""
+
+
+DrawRows = Callable[[jax.Array, SampleInputs], StepOutput]
+"""Everything that rows may ask for, by their logits."""
 
 
 class Drawn(NamedTuple):
@@ -71,21 +78,43 @@ def sample(
     the way takes that much less memory, and on a TPU fits in the vector memory. None is for all of them.
     """
     draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, native=native)
+    if native:
+        return _sample_natively(logits_SV, inputs, draw_rows)
     if rows_at_once is None:
-        return draw_rows(logits_SV, inputs, may_copy=not native)
+        return draw_rows(logits_SV, inputs)
     num_samples = logits_SV.shape[0]
     rows = min(rows_at_once, num_samples)
 
     def advance(piece: jax.Array, output: StepOutput) -> StepOutput:
         start = jnp.minimum(piece * rows, num_samples - rows)  # the last piece may begin in the one before it
-
-        def cut(x: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(x, start, rows) if x.ndim else x
-
-        drawn = draw_rows(cut(logits_SV), jax.tree.map(cut, inputs), may_copy=True)
+        cut = partial(lax.dynamic_slice_in_dim, start_index=start, slice_size=rows)
+        drawn = draw_rows(cut(logits_SV), jax.tree.map(cut, inputs))
         return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, start, 0), output, drawn)
 
     return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1))
+
+
+def _sample_natively(logits_SV: jax.Array, inputs: SampleInputs, draw_rows: DrawRows) -> StepOutput:
+    """Draw and score all rows in one go, and those that ask for more than that once more, a few at a time."""
+    num_samples = logits_SV.shape[0]
+    rows = min(ASKING_AT_ONCE, num_samples)
+    asks_S = _has_penalty(inputs) | jnp.any(inputs.bias_ids_SE != INVALID, axis=-1) | (inputs.top_n_sigma_S > 0)
+    # Alternatives cost a sort of every row that is in the call, so few rows are better taken by themselves.
+    few_tops = 4 * jnp.sum(inputs.want_top_S, dtype=jnp.int32) <= num_samples
+    asks_S |= inputs.want_top_S & (few_tops | inputs.has_mask_S)  # the native draw leaves the logits without the mask
+    order_S = jnp.argsort(~asks_S, stable=True)  # who asks comes first
+
+    def advance(piece: jax.Array, output: StepOutput) -> StepOutput:
+        start = jnp.minimum(piece * rows, num_samples - rows)  # the last piece may begin in the one before it
+        index_R = lax.dynamic_slice_in_dim(order_S, start, rows)
+        drawn = draw_rows(logits_SV[index_R], jax.tree.map(lambda x: x[index_R], inputs))
+        return jax.tree.map(lambda all_, new: all_.at[index_R].set(new), output, drawn)
+
+    at_once = replace(inputs, want_top_S=inputs.want_top_S & ~few_tops)
+    drawn = _draw_and_score(logits_SV, logits_SV, at_once, native=True)
+    plain = _output(drawn, _score(logits_SV, drawn.tokens_S, at_once, native=True))
+    num_asking = jnp.sum(asks_S, dtype=jnp.int32)
+    return lax.fori_loop(0, -(-num_asking // rows), advance, plain)
 
 
 def sample_and_score(
@@ -104,10 +133,10 @@ def sample_and_score(
         def choose(name: str) -> jax.Array:
             of_sample, of_score = getattr(samples, name), getattr(scores, name)
             if name == "mask_SW":
-                return of_sample  # `has_mask` says that no score has one
+                return of_sample  # `has_mask_S` says that no score has one
             if of_score is None:
                 of_score = jnp.asarray(getattr(neutral, name))
-            elif of_score.ndim:
+            else:
                 of_score = lax.dynamic_slice_in_dim(of_score, start, rows)
             return jnp.where(piece == 0, of_sample, of_score)
 
@@ -132,30 +161,28 @@ def _sample_rows(
     page_table_BP: jax.Array,
     *,
     native: bool,
-    may_copy: bool,
 ) -> StepOutput:
-    """`sample`, all rows at once. With `may_copy` every part is in the program once: several times less to compile."""
+    """`sample`, all rows at once."""
     is_penalised = jnp.any(_has_penalty(inputs))
     is_biased = jnp.any(inputs.bias_ids_SE != INVALID)
-    is_cut = jnp.any(inputs.top_n_sigma_S > 0)
-    is_processed = is_penalised | is_biased | inputs.has_mask
+    has_mask = jnp.any(inputs.has_mask_S)
 
     def process() -> jax.Array:
         penalise = partial(_penalise, inputs=inputs, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
         processed_SV = lax.cond(is_penalised, penalise, _same, logits_SV)
         processed_SV = lax.cond(is_biased, partial(_add_bias, inputs=inputs), _same, processed_SV)
-        return lax.cond(inputs.has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
+        return lax.cond(has_mask, partial(_apply_mask, inputs=inputs), _same, processed_SV)
 
-    def draw(processed_SV: jax.Array) -> Scored:
-        cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
-        return _draw_and_score(cut_SV, processed_SV, inputs, native)
+    # A branch that returns all logits as they are copies them: one for everything that is seldom asked for.
+    processed_SV = lax.cond(is_penalised | is_biased | has_mask, process, lambda: logits_SV)
+    is_cut = jnp.any(inputs.top_n_sigma_S > 0)
+    cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
+    drawn = _draw_and_score(cut_SV, processed_SV, inputs, native)
+    return _output(drawn, _score(logits_SV, drawn.tokens_S, inputs, native))
 
-    if may_copy:
-        drawn = draw(lax.cond(is_processed, process, lambda: logits_SV))
-    else:  # A branch that returns all logits as they are copies them; one that returns what was drawn does not.
-        plain = partial(_draw_and_score, logits_SV, logits_SV, inputs, native)
-        drawn = lax.cond(is_processed | is_cut, lambda: draw(process()), plain)
-    model = _score(logits_SV, drawn.tokens_S, inputs, native)
+
+def _output(drawn: "Scored", model: "Scored") -> StepOutput:
+    """What a round says, by what tokens were drawn from and by the model itself."""
     output = StepOutput(
         tokens_SR=drawn.tokens_S,
         logprobs_SR=model.logprobs_S,
@@ -190,9 +217,9 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
     is_given_S = inputs.target_S != INVALID
     is_random_S, _ = _temperature(inputs)
 
-    def draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
+    def draw(logits_SV: jax.Array, inputs: SampleInputs, wanted_S: jax.Array | None = None) -> Drawn:
         if native:
-            return draw_native(logits_SV, inputs)
+            return draw_native(logits_SV, inputs, wanted_S)
         return lax.cond(jnp.any(is_random_S), _draw, _greedy, logits_SV, inputs)
 
     drawn = draw(cut_SV, inputs)
@@ -223,11 +250,13 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
     def kept_mass() -> jax.Array:
         neutral = default_samples(len(tokens_S), vocab_size=0)
         uncut = replace(inputs, **{name: jnp.asarray(getattr(neutral, name)) for name in CUTS})
-        return jnp.where(is_random_S, drawn.mass_S / draw(processed_SV, uncut).mass_S, 1.0)
+        uncut_mass_S = draw(processed_SV, uncut, inputs.want_logprobs_S & is_cut_S).mass_S
+        return jnp.where(is_cut_S, drawn.mass_S / uncut_mass_S, 1.0)
 
-    logprobs_S = lax.cond(inputs.want_logprobs, logprobs, lambda: zeros_S)
-    kept_mass_S = lax.cond(inputs.want_logprobs & jnp.any(is_cut_S), kept_mass, lambda: ones_S)
-    return Scored(tokens_S, logprobs_S, kept_mass_S, *lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S))))
+    want_logprobs, want_top = jnp.any(inputs.want_logprobs_S), jnp.any(inputs.want_top_S)
+    logprobs_S = lax.cond(want_logprobs, logprobs, lambda: zeros_S)
+    kept_mass_S = lax.cond(want_logprobs & jnp.any(is_cut_S), kept_mass, lambda: ones_S)
+    return Scored(tokens_S, logprobs_S, kept_mass_S, *lax.cond(want_top, top, lambda: _no_top(len(tokens_S))))
 
 
 def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) -> jax.Array:
@@ -246,15 +275,15 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, nati
     zeros_S = jnp.zeros(len(tokens_S), jnp.float32)
 
     def logprobs() -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0, native)
+        peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0, native, inputs.want_logprobs_S)
         return peak_S, log_mass_S, _at(logits_SV, tokens_S) - peak_S - log_mass_S
 
     def top() -> tuple[jax.Array, jax.Array]:
         values_SX, ids_SX = _top(logits_SV)
         return ids_SX, values_SX - peak_S[:, None] - log_mass_S[:, None]
 
-    peak_S, log_mass_S, logprobs_S = lax.cond(inputs.want_logprobs, logprobs, lambda: (zeros_S,) * 3)
-    tops = lax.cond(inputs.want_top, top, lambda: _no_top(len(tokens_S)))
+    peak_S, log_mass_S, logprobs_S = lax.cond(jnp.any(inputs.want_logprobs_S), logprobs, lambda: (zeros_S,) * 3)
+    tops = lax.cond(jnp.any(inputs.want_top_S), top, lambda: _no_top(len(tokens_S)))
     return Scored(tokens_S, logprobs_S, jnp.ones_like(zeros_S), *tops)
 
 
@@ -269,15 +298,19 @@ def token_logprobs(
     return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
 
 
-def _softmax_scale(logits_SV: jax.Array, temperature: float, native: bool) -> tuple[jax.Array, jax.Array]:
+def _softmax_scale(
+    logits_SV: jax.Array, temperature: float, native: bool, wanted_S: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The peak of each row, and the logarithm of the sum of exp((logit - peak) / temperature).
 
-    With `native`, bit for bit the same for a row in any batch: as XLA does it, the order of the sum depends on S.
+    Rows that are not wanted may be anything; None for all. With `native`, bit for bit the same for a row in any batch:
+    as XLA does it, the order of the sum depends on S.
     """
     if native:
         num_samples, vocab = logits_SV.shape
         plain = jax.tree.map(jnp.asarray, default_samples(num_samples, vocab))
-        drawn = draw_native(logits_SV, replace(plain, temperature_S=jnp.full(num_samples, temperature, jnp.float32)))
+        plain = replace(plain, temperature_S=jnp.full(num_samples, temperature, jnp.float32))
+        drawn = draw_native(logits_SV, plain, wanted_S)
         return drawn.peak_S, jnp.log(drawn.mass_S)
     peak_S = lax.stop_gradient(jnp.max(logits_SV, axis=-1))  # it cancels
     return peak_S, jnp.log(jnp.sum(jnp.exp((logits_SV - peak_S[:, None]) / temperature), axis=-1))
@@ -355,13 +388,13 @@ def _add_bias(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
 
 
 def _apply_mask(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
-    """Leave the tokens whose bit is set."""
+    """Leave the tokens whose bit is set, in a row that has a mask."""
     num_samples, vocab = logits_SV.shape
     shift_11I = lax.broadcasted_iota(jnp.uint32, (1, 1, 32), 2)
     bits_SWI = (inputs.mask_SW[:, :, None] >> shift_11I) & jnp.uint32(1)
     bits_SV = bits_SWI.reshape(num_samples, -1)[:, :vocab]
     bits_SV = jnp.pad(bits_SV, ((0, 0), (0, vocab - bits_SV.shape[1])))  # logits may be padded over devices
-    return jnp.where(bits_SV != 0, logits_SV, -jnp.inf)
+    return jnp.where((bits_SV != 0) | ~inputs.has_mask_S[:, None], logits_SV, -jnp.inf)
 
 
 def _cut_sigma(logits_SV: jax.Array, inputs: SampleInputs) -> jax.Array:
@@ -439,15 +472,23 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     return Drawn(tokens_S, peak_S, inv_temperature_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
 
 
-def draw_native(logits_SV: jax.Array, inputs: SampleInputs, *, instruction_set: str = "") -> Drawn:
-    """A token for each row by `native/draw.cc`, which does what `_draw` does while a row is in the cache."""
+def draw_native(
+    logits_SV: jax.Array, inputs: SampleInputs, wanted_S: jax.Array | None = None, *, instruction_set: str = ""
+) -> Drawn:
+    """A token for each row by `native/draw.cc`: what `_apply_mask` and `_draw` do, while the row is in the cache.
+
+    Rows that are not wanted cost nothing, and say nothing; None for all.
+    """
     is_random_S, inv_temperature_S = _temperature(inputs)
     ints_S, floats_S = (jax.ShapeDtypeStruct(is_random_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
     call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))
     cuts = (inputs.top_k_S, inputs.top_p_S, inputs.min_p_S)
     counter = (inputs.seed_S2, inputs.index_S, inputs.position_S)
     inv_or_0_S = jnp.where(is_random_S, inv_temperature_S, 0.0)
-    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, inv_or_0_S, *cuts, *counter, isa=instruction_set)
+    if wanted_S is not None:
+        inv_or_0_S = jnp.where(wanted_S, inv_or_0_S, -1.0)
+    masks = (inputs.has_mask_S, inputs.mask_SW)
+    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, *masks, inv_or_0_S, *cuts, *counter, isa=instruction_set)
     return Drawn(tokens_S, peak_S, inv_temperature_S, num_kept_S, mass_S)
 
 

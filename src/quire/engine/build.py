@@ -151,6 +151,7 @@ def scheduler_config(config: EngineConfig, pool: PoolSizes) -> SchedulerConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_samples=config.max_num_samples,
         max_rounds=config.max_rounds,
+        drafts=config.drafts,
         preemption=config.preemption,
     )
 

@@ -160,7 +160,7 @@ class Engine:
             error = _caught(meanwhile) if meanwhile else None
             result = handle.result()
             seconds = timer.lap("wait_s")
-            if plan.num_tokens > 2 * len(plan.rows):  # a step with prompts in it tells what a token costs
+            if plan.has_long_prompts:
                 self.scheduler.costs.learn(seconds, plan.num_tokens)
             events = self._commit(plan, result)
             timer.lap("output_s")
@@ -497,6 +497,8 @@ class Engine:
             cached_tokens=scheduler.cached_tokens,
             computed_tokens=counters.computed_tokens,
             generated_tokens=counters.generated_tokens,
+            drafted_tokens=scheduler.drafted_tokens,
+            accepted_drafts=scheduler.accepted_drafts,
             page_copies=counters.page_copies,
             weight_version=tables.weights.version,
             programs=self.runner.num_programs,

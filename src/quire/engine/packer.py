@@ -58,8 +58,10 @@ class Packer:
         """Lay a plan out in the smallest shape that holds it."""
         shape, rows = self._shape(plan), plan.rows
         tokens: list[int] = []
-        for sequence, first, count, _ in rows:
+        for i, (sequence, first, count, _) in enumerate(rows):
             tokens += sequence.tokens_between(first, first + count)
+            if i in plan.drafts:
+                tokens += plan.drafts[i]
         firsts_B = np.array([row.first for row in rows], np.int32)
         counts_B = np.array([row.num_tokens for row in rows], np.int32)
         rows_T, steps_T = _ragged(counts_B)
@@ -197,7 +199,6 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
     """The sampling parameters of a step, as far as any sample asks for them; padding is never read."""
     records = np.frombuffer(b"".join([_record(sample.sequence) for sample in samples]), RECORD)
     asks = int(np.bitwise_or.reduce(records["asks"], initial=0))
-    mask_SW = _pack_masks(samples, num_samples) if asks & HAS_GRAMMAR else None
     given: dict[str, np.ndarray | None] = {}
 
     def column(name: str) -> np.ndarray:
@@ -214,13 +215,14 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         given["row_S"] = _padded([sample.row for sample in samples], num_samples, 0)
     if asks & HAS_BIAS:
         given["bias_ids_SE"], given["bias_SE"] = _pack_biases(samples, num_samples)
+    if asks & HAS_GRAMMAR:
+        given["has_mask_S"], given["mask_SW"] = _pack_masks(samples, num_samples)
+    for name, bit in (("want_logprobs_S", WANTS_LOGPROBS), ("want_top_S", WANTS_TOP)):
+        if asks & bit:
+            given[name] = column("asks") & bit != 0
     return SampleInputs(
         packed_index_S=_padded([sample.packed_index for sample in samples], num_samples, 0),
         position_S=_padded([sample.position for sample in samples], num_samples, 0),
-        has_mask=np.array(mask_SW is not None),
-        want_logprobs=np.array(asks & WANTS_LOGPROBS != 0),
-        want_top=np.array(asks & WANTS_TOP != 0),
-        mask_SW=mask_SW,
         **given,
     )
 
@@ -229,19 +231,18 @@ def _pack_scores(scores: Sequence[Score], num_tokens: int) -> SampleInputs:
     """The tokens to score, and how one would draw them where that is asked for."""
     ids = [score.token_id for score in scores]
     given: dict[str, np.ndarray] = {"target_S": _padded(ids, num_tokens, INVALID)}
+    given["want_logprobs_S"] = given["target_S"] != INVALID
     requests = [score.sequence.request for score in scores]
     if any(request.scores_draws for request in requests):
         params = [request.params if request.scores_draws else GREEDY for request in requests]
         for name in DRAWS:
             column = given[f"{name}_S"] = np.full(num_tokens, NEUTRAL[name])
             column[: len(params)] = [getattr(one, name) for one in params]
+    wants_top = [bool(score.sequence.params.logprobs) for score in scores]
+    if any(wants_top):
+        given["want_top_S"] = _padded(wants_top, num_tokens, 0) != 0
     return SampleInputs(
-        packed_index_S=_padded([score.packed_index for score in scores], num_tokens, 0),
-        position_S=None,
-        has_mask=np.array(False),
-        want_logprobs=np.array(True),
-        want_top=np.array(any(score.sequence.params.logprobs for score in scores)),
-        **given,
+        packed_index_S=_padded([score.packed_index for score in scores], num_tokens, 0), position_S=None, **given
     )
 
 
@@ -262,17 +263,17 @@ def _pack_biases(samples: Sequence[Sample], num_samples: int) -> tuple[np.ndarra
     return ids_SE, bias_SE
 
 
-def _pack_masks(samples: Sequence[Sample], num_samples: int) -> np.ndarray | None:
-    """A row of bits for each sample, all of them set where no grammar says otherwise; None where none does at all."""
-    masks = [sample.sequence.mask for sample in samples]
-    width = next((len(mask) for mask in masks if mask is not None), None)
-    if width is None:
-        return None
-    mask_SW = np.full((num_samples, width), 0xFFFFFFFF, np.uint32)
-    for i, mask in enumerate(masks):
-        if mask is not None:
-            mask_SW[i] = mask
-    return mask_SW
+def _pack_masks(samples: Sequence[Sample], num_samples: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Which samples have a mask, and a row of bits for each sample; None and None where no sample has one now."""
+    masks = {i: sample.sequence.mask for i, sample in enumerate(samples) if sample.sequence.mask is not None}
+    if not masks:
+        return None, None
+    has_mask_S = np.zeros(num_samples, np.bool_)
+    has_mask_S[list(masks)] = True
+    mask_SW = np.zeros((num_samples, len(next(iter(masks.values())))), np.uint32)
+    for i, mask in masks.items():
+        mask_SW[i] = mask
+    return has_mask_S, mask_SW
 
 
 def _cumulative(counts: Sequence[int] | np.ndarray, num_rows: int) -> np.ndarray:

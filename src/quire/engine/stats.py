@@ -76,7 +76,7 @@ class StepCounters:
 
     def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> None:
         """Take in a committed step."""
-        num_rounds = max((len(event.token_ids) for event in events), default=1)
+        num_rounds = 1 if plan.drafts else max((len(event.token_ids) for event in events), default=1)
         num_generated = sum(len(event.token_ids) for event in events)
         self.steps += 1
         self.rounds += num_rounds
@@ -141,6 +141,10 @@ class EngineStats(PoolStats):
     computed_tokens: int
     """Tokens put through the model, recomputed ones included."""
     generated_tokens: int
+    drafted_tokens: int
+    """Tokens that were guessed and put through the model, to be drawn at once if they are what comes next."""
+    accepted_drafts: int
+    """Those of them that came next."""
     page_copies: int
     """Pages copied because a fork began in the middle of one."""
     weight_version: Version

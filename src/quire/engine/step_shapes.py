@@ -27,6 +27,9 @@ def step_shapes(config: EngineConfig) -> list[StepShape]:
     if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:
         rows = sorted(rows + halfway)
     tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
+    if config.drafts:
+        drafted = _ladder(MIN_ROWS, config.drafts, factor=2, most=MAX_DECODE_SHAPES)
+        tokens = [n for n in drafted if n < tokens[0]] + tokens  # a few rows, most of whose tokens are drafted
     decode = [StepShape(n, n, n, decode=True) for n in rows]
     return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
 

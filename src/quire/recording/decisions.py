@@ -4,13 +4,15 @@ A recording scheduler and a replaying one are both `WatchedScheduler`s: they des
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from quire.core.drafts import Drafter
 from quire.core.plan import PageOperations, StepPlan
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence
 from quire.core.stopping import FinishReason
+from quire.recording.stand_ins import PLAIN
 
 
 class Decision(NamedTuple):
@@ -35,12 +37,19 @@ class Decision(NamedTuple):
     page_sum: int
     """A checksum over the page tables of all sequences that have given theirs back, in that order."""
 
+    @property
+    def drafts(self) -> dict[tuple[int, int], int]:
+        """How many tokens each row that decodes, by arrival and index, has drafted."""
+        return {(arrival, index): count - 1 for arrival, index, _, count in _rows(self.rows) or () if count > 1}
+
 
 class WatchedScheduler(Scheduler):
     """A scheduler that can say what it has decided."""
 
     page_sum = 0
     _last_rows: tuple[Sequence, ...] | list[Sequence] = ()
+    drafts_of: Mapping[tuple[int, int], int] | None = None
+    """In a replay, where there are no tokens to look up: how many a sequence, by arrival and index, has drafted now."""
 
     def decision(self, plan: StepPlan) -> Decision:
         """A plan that has just been made. To be called once for each, in order."""
@@ -65,6 +74,11 @@ class WatchedScheduler(Scheduler):
             self.cached_tokens,
             self.page_sum,
         )
+
+    def _look_up(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
+        if self.drafts_of is None:
+            return super()._look_up(sequence, drafter, most)
+        return [PLAIN] * min(self.drafts_of.get((sequence.arrival, sequence.index), 0), most)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._add_pages(sequence)

@@ -165,11 +165,16 @@ class RecordingScheduler(WatchedScheduler):
     # -- names ---------------------------------------------------------------------------------------------------
 
     def _note_names(self, sequence: Sequence, first: int, hashes: SequenceOf[bytes]) -> None:
-        self._names.append([sequence.arrival, sequence.index, first, "".join(map(self._name, hashes))])
+        self._note(sequence, first, hashes)
 
     def _note_ends(self, sequence: Sequence, num_full: int, hashes: SequenceOf[bytes]) -> None:
-        names = "".join(map(self._name, hashes))
-        self._names.append([sequence.arrival, sequence.index, num_full, names, 1])
+        self._note(sequence, num_full, hashes, 1)
+
+    def _note(self, sequence: Sequence, first: int, hashes: SequenceOf[bytes], *is_end: int) -> None:
+        """Keep names for the next record. Once the recording has ended there is none, and the engine goes on."""
+        if self._writer.is_open:
+            names = "".join(map(self._name, hashes))
+            self._names.append([sequence.arrival, sequence.index, first, names, *is_end])
 
     def _name(self, secret: bytes) -> str:
         """What stands for something in the file: the same for the same, and nothing can be learned from it."""

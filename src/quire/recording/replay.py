@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from quire.config import MAX_DIMENSION, MAX_ROUNDS, PREEMPTIONS, WindowPoolSize, check_whole
+from quire.config import MAX_DIMENSION, MAX_DRAFTS, MAX_ROUNDS, PREEMPTIONS, WindowPoolSize, check_whole
 from quire.core.errors import AuditError, RequestError, StateError
 from quire.core.plan import StepPlan
 from quire.core.prefix_cache import PrefixCache, page_root
@@ -21,7 +21,7 @@ from quire.core.stopping import FinishReason
 from quire.recording.decisions import Decision, WatchedScheduler, describe
 from quire.recording.fields import FIELDS
 from quire.recording.recording_file import FORMAT, VERSION, RecordingError, read_records
-from quire.recording.stand_ins import END_OF, PLAIN, StandInResult, stand_in
+from quire.recording.stand_ins import END_OF, OTHER, PLAIN, StandInResult, stand_in
 
 # Beyond these a file is an attack: what a replay keeps in memory follows from them.
 MAX_PAGES = 1 << 24
@@ -93,6 +93,7 @@ def _scheduler_config(**fields: Any) -> SchedulerConfig:
     }
     for name, high in counts.items():
         check_whole(name, getattr(config, name), 1, high)
+    check_whole("drafts", config.drafts, 0, MAX_DRAFTS)
     for window in windows:
         for name in ("window", "num_pages", "pages_per_row"):
             check_whole(f"windows: {name}", getattr(window, name), 1, MAX_PAGES)
@@ -261,7 +262,9 @@ class Replay:
 
     def _schedule(self, time_us: int, *decided: Any) -> Iterator[str]:
         self.result.steps += 1
-        recorded, plan = Decision(*decided), self.scheduler.schedule()
+        recorded = Decision(*decided)
+        self.scheduler.drafts_of = recorded.drafts
+        plan = self.scheduler.schedule()
         now = self.scheduler.decision(plan)
         self._plan = plan
         if recorded != now:
@@ -277,15 +280,20 @@ class Replay:
             self.scheduler.costs.seconds_per_token = _real(seconds_per_token)
         reasons = {i: REASONS[reason] for i, reason in zip(ends[::2], ends[1::2], strict=True)}
         tokens, i = [], 0
-        for sample in plan.samples:
+        for _, sample in plan.judged_samples:
             is_alive = plan.rows[sample.row].sequence.state is SequenceState.RUNNING
+            num_drafted = len(plan.drafts.get(sample.row, ()))
             if not is_alive or sample.sequence.state is SequenceState.FINISHED:
-                tokens.append([])
+                tokens += [[]] * (1 + num_drafted)
                 continue
             count = counts if isinstance(counts, int) else counts[i]
-            check_whole("tokens of a row", count, 1, MAX_ROUNDS)
+            check_whole("tokens of a row", count, 1, 1 + num_drafted if num_drafted else MAX_ROUNDS)
             last = END_OF[reasons[i]] if i in reasons else PLAIN
-            tokens.append([PLAIN] * (count - 1) + [last])
+            if num_drafted:
+                last = OTHER if last == PLAIN and count <= num_drafted else last
+                tokens += [[PLAIN]] * (count - 1) + [[last]] + [[PLAIN]] * (num_drafted + 1 - count)
+            else:
+                tokens.append([PLAIN] * (count - 1) + [last])
             self._count_tokens(count)
             i += 1
         self._plan = None

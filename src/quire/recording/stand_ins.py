@@ -11,8 +11,9 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence
 from quire.core.stopping import FinishReason
 
-EOS, STOP, FAILED, PLAIN = 0, 1, 2, 3
-"""Tokens that stand for an end token, a stop of any kind, one that a grammar does not allow, and any other."""
+EOS, STOP, FAILED, PLAIN, OTHER = 0, 1, 2, 3, 4
+"""Tokens that stand for an end token, a stop of any kind, one that a grammar does not allow, any other, and one that
+was not drafted."""
 END_OF = {FinishReason.EOS: EOS, FinishReason.STOP: STOP, FinishReason.ABORT: FAILED, FinishReason.LENGTH: PLAIN}
 EOS_IDS = frozenset({EOS})
 

@@ -92,7 +92,7 @@ class SimulatedEngine:
         seconds = self._cost.seconds(size_of(plan))
         if plan.operations[0].swap_outs or plan.operations[0].swap_ins:
             seconds += self._seconds_of_moves(plan)
-        if plan.num_tokens > 2 * len(plan.rows):
+        if plan.has_long_prompts:
             self.scheduler.costs.learn(seconds, plan.num_tokens)
         self.busy_seconds += seconds
         self.num_steps += 1

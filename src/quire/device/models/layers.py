@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from quire.config import AttentionConfig, ModelConfig
 from quire.device.attention import Backend, LayerKV, paged_attention
+from quire.device.blocked import look_up
 from quire.device.inputs import BatchLayout
 from quire.device.kv_cache import Caches, KVCache
 from quire.device.linear import linear
@@ -72,7 +73,7 @@ def decoder(
     The layer is one jitted function called L times: it is traced and lowered once for each kind of layer there is.
     """
     config = statics.config
-    x_TD = params["embed"][tokens_T]
+    x_TD = look_up(params["embed"], tokens_T, like=params["norm"])
     if config.embedding_multiplier != 1:
         x_TD *= jnp.asarray(config.embedding_multiplier, x_TD.dtype)
     # Placed as x is: a first layer whose inputs are placed otherwise would be traced apart from the rest.

@@ -6,6 +6,7 @@ Tensors are joined, cast and put on the mesh one array at a time: beside the mod
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quire.config import ModelConfig
+from quire.device.blocked import Blocked, StoredTensor, join_stored
 from quire.device.linear import MatmulKind, Transposed, convert, convert_spec, restore
 from quire.device.mesh import ArraySpec, make_row_major, place, row_major, sharding
 from quire.device.models import get_architecture
@@ -24,6 +26,8 @@ from quire.device.models.weight_specs import TensorSpec, WeightSpec, WeightSpecs
 
 ReadTensor = Callable[[TensorSpec], np.ndarray]
 """Reads one tensor from wherever it is: a memory map, a dict."""
+ReadStored = Callable[[TensorSpec], StoredTensor | None]
+"""One tensor in the blocks in which a file has it; None if it is not in blocks that can be multiplied."""
 
 
 def weight_specs(config: ModelConfig) -> WeightSpecs:
@@ -32,19 +36,32 @@ def weight_specs(config: ModelConfig) -> WeightSpecs:
 
 
 def load_params(
-    config: ModelConfig, read: ReadTensor, *, mesh: Mesh, dtype: str, progress: Callable[[int, int], None] | None = None
+    config: ModelConfig,
+    read: ReadTensor,
+    *,
+    mesh: Mesh,
+    dtype: str,
+    progress: Callable[[int, int], None] | None = None,
+    read_stored: ReadStored | None = None,
 ) -> Params:
-    """Read every tensor of a model and place it. `progress(done, total)` is called after each layer."""
+    """Read every tensor of a model and place it. `progress(done, total)` is called after each layer.
 
-    def load(padding: Padding) -> jax.Array:
-        return place(mesh, join_tensors(padding.public, read, dtype), *padding.axes)
+    With `read_stored`, the embedding and what is multiplied are `Blocked` where the file has them in blocks.
+    """
+
+    def load(name: str, padding: Padding) -> Any:
+        spec = padding.public
+        is_matrix = spec.contracted_axis is not None or name == "embed"
+        if read_stored and is_matrix and (blocked := join_blocks(spec, read_stored)):
+            return jax.tree.map(partial(place, mesh), blocked)
+        return place(mesh, join_tensors(spec, read, dtype), *padding.axes)
 
     paddings = _paddings(config, mesh)
     layers = paddings.pop("layers")
-    params: Params = {name: load(padding) for name, padding in paddings.items()}
+    params: Params = {name: load(name, padding) for name, padding in paddings.items()}
     params["layers"] = []
     for i, layer in enumerate(layers):
-        params["layers"].append({name: load(padding) for name, padding in layer.items()})
+        params["layers"].append({name: load(name, padding) for name, padding in layer.items()})
         if progress:
             progress(i + 1, config.num_layers)
     return params
@@ -54,6 +71,28 @@ def join_tensors(spec: WeightSpec, read: ReadTensor, dtype: str) -> np.ndarray:
     """One array of a model from the tensors it is made of: a copy, in the type it will have."""
     numpy_dtype = np.dtype(jnp.dtype(dtype))
     return np.ascontiguousarray(spec.join([_read(read, tensor).astype(numpy_dtype) for tensor in spec.tensors]))
+
+
+def join_blocks(spec: WeightSpec, read_stored: ReadStored) -> Blocked | None:
+    """The same of tensors in blocks, bit by bit; None where one is not, or where there is no such array."""
+    if len(spec.tensors[0].shape) != 2 or (stored := _each_stored(spec, read_stored)) is None:
+        return None
+    starts = np.cumsum([0, *(len(tensor.rows) for tensor in stored)])
+    outputs = [np.arange(*ends, dtype=np.int64)[:, None] for ends in pairwise(starts)]
+    joined = np.asarray(spec.join(outputs))  # where each output comes from: an input of one number joins like any
+    if joined.size != starts[-1]:
+        return None  # experts: they are several matrices
+    shape = spec.shape[1:] if spec.contracted_axis == 0 else spec.shape[:1]
+    return join_stored(stored, joined.ravel(), shape)
+
+
+def _each_stored(spec: WeightSpec, read_stored: ReadStored) -> list[StoredTensor] | None:
+    found = []
+    for tensor in spec.tensors:
+        if (stored := read_stored(tensor)) is None:
+            return None
+        found.append(stored)
+    return found
 
 
 def _read(read: ReadTensor, tensor: TensorSpec) -> np.ndarray:
@@ -81,16 +120,25 @@ def params_shardings(config: ModelConfig, mesh: Mesh) -> Params:
     return jax.tree.map(lambda padding: sharding(mesh, *padding.axes), _paddings(config, mesh))
 
 
-def check_params(config: ModelConfig, params: Params, *, dtype: str) -> None:
-    """Raise unless these are all the arrays of a model and no others, each of the right shape and type and alive."""
+def _is_blocked(weight: Any) -> bool:
+    return isinstance(weight, Blocked)
+
+
+def check_params(config: ModelConfig, params: Params, *, dtype: str, stored: bool = False) -> None:
+    """Raise unless these are all the arrays of a model and no others, each of the right shape and type and alive.
+
+    `stored`: they may be `Blocked`, as `load_params` makes them.
+    """
     wanted = dict(jax.tree_util.tree_leaves_with_path(weight_specs(config)))
-    given = dict(jax.tree_util.tree_leaves_with_path(params))
+    given = dict(jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_blocked))
     if other := [path for path in (*given, *wanted) if (path in given) != (path in wanted)]:
         path = other[0]
         state = "missing" if path in wanted else "not part of this model"
         raise ValueError(f"params{jax.tree_util.keystr(path)} is {state}; see docs/weights.md for the layout")
     for path, spec in wanted.items():
         array = given[path]
+        if _is_blocked(array) and stored:
+            continue
         if not hasattr(array, "dtype"):
             raise ValueError(f"params{jax.tree_util.keystr(path)} is of type {type(array).__name__}: give an array")
         if tuple(array.shape) != spec.shape or array.dtype != jnp.dtype(dtype):
@@ -128,7 +176,7 @@ def prepare(config: ModelConfig, params: Params, *, mesh: Mesh, kind: MatmulKind
         made[name] = _prepare_array(padding, given.pop(name), kind)
     params.clear()
     if config.tie_embeddings:
-        ready["unembed"] = convert(ready["embed"], 1, kind)
+        ready["unembed"] = _tied_head(ready["embed"], kind)
     return jax.block_until_ready(ready)
 
 
@@ -153,6 +201,16 @@ def abstract_params(config: ModelConfig, *, mesh: Mesh, dtype: str, kind: Matmul
     return params
 
 
+def is_stored(params: Params) -> bool:
+    """Whether `load_params` found any of these in blocks."""
+    return any(map(_is_blocked, jax.tree.leaves(params, is_leaf=_is_blocked)))
+
+
+def abstract_like(params: Params) -> Params:
+    """The shape, type and placement of arrays, each in the place of the array."""
+    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding), params)
+
+
 def replace_params(
     config: ModelConfig, ready: Params, params: Params, *, mesh: Mesh, kind: MatmulKind, copy: bool = True
 ) -> None:
@@ -166,6 +224,11 @@ def replace_params(
     it is of use.
     """
     for name, padding, given, made in _each_array(config, mesh, params, ready):
+        if isinstance(given[name], Blocked):
+            made[name] = given[name]
+            if name == "embed" and config.tie_embeddings:
+                made["unembed"] = made["embed"]
+            continue
         is_ours = callable(given[name])
         placed = place(mesh, given[name]() if is_ours else given[name], *padding.axes)
         axis = padding.public.contracted_axis
@@ -176,7 +239,7 @@ def replace_params(
         made[name] = jax.block_until_ready(_prepare_array(padding, placed, kind, made.pop(name, None)))
         del placed  # before the next one is there
         if name == "embed" and config.tie_embeddings:
-            made["unembed"] = convert(made["embed"], 1, kind, made.pop("unembed", None))
+            made["unembed"] = _tied_head(made["embed"], kind, made.pop("unembed", None))
 
 
 def restore_params(config: ModelConfig, ready: Params, *, mesh: Mesh) -> Params:
@@ -184,7 +247,8 @@ def restore_params(config: ModelConfig, ready: Params, *, mesh: Mesh) -> Params:
     restored: Params = {"layers": [{} for _ in ready["layers"]]}
     for name, padding, given, made in _each_array(config, mesh, ready, restored):
         axis, shape = padding.padded.contracted_axis, padding.padded.shape
-        array = jnp.copy(given[name]) if axis is None else restore(given[name], axis, shape)
+        is_as_given = axis is None and not _is_blocked(given[name])
+        array = jnp.copy(given[name]) if is_as_given else restore(given[name], axis or 0, shape)
         made[name] = jax.block_until_ready(padding.undo(array))
         del array  # before the next one is there
     return restored
@@ -206,6 +270,13 @@ def _each_array(
             yield name, wanted[name], from_, to
 
 
-def _prepare_array(padding: Padding, array: jax.Array, kind: MatmulKind, into: Any = None) -> Any:
+def _tied_head(embed: Any, kind: MatmulKind, into: Any = None) -> Any:
+    """The output head of a model that has its embedding for one; in blocks they are one array."""
+    return embed if isinstance(embed, Blocked) else convert(embed, 1, kind, into)
+
+
+def _prepare_array(padding: Padding, array: Any, kind: MatmulKind, into: Any = None) -> Any:
+    if isinstance(array, Blocked):
+        return array
     padded, axis = padding.apply(array), padding.padded.contracted_axis
     return make_row_major(padded) if axis is None else convert(padded, axis, kind, into)

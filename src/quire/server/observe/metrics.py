@@ -50,6 +50,8 @@ VLLM_NAMES = {
     "quire_preemptions": "num_preemptions",
     "quire_prompt_tokens": "prompt_tokens",
     "quire_generated_tokens": "generation_tokens",
+    "quire_drafted_tokens": "spec_decode_num_draft_tokens",
+    "quire_accepted_drafts": "spec_decode_num_accepted_tokens",
     "quire_prefix_query_tokens": "prefix_cache_queries",
     "quire_prefix_hit_tokens": "prefix_cache_hits",
     "quire_time_to_first_token_seconds": "time_to_first_token_seconds",
@@ -184,6 +186,8 @@ class _EngineCollector(Collector):
         yield _counter("quire_prefix_hit_tokens", "prompt tokens found in the prefix cache", stats.cached_tokens)
         yield _counter("quire_computed_tokens", "tokens put through the model", stats.computed_tokens)
         yield _counter("quire_generated_tokens", "tokens drawn", stats.generated_tokens)
+        yield _counter("quire_drafted_tokens", "tokens guessed and computed ahead", stats.drafted_tokens)
+        yield _counter("quire_accepted_drafts", "drafted tokens that came next", stats.accepted_drafts)
         yield _gauge("quire_programs", "compiled programs", stats.programs)
         yield _counter("quire_compiles_after_warmup", "programs compiled while serving", stats.compiles_after_warmup)
         for part in ("plan", "dispatch", "wait", "output"):
