@@ -55,7 +55,7 @@ struct Part {
 
   Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr) : run(run), whole(piece), expand(expand) {
     const int64_t panels = num_panels(piece.product->columns), num_rows = piece.end_row - piece.first_row;
-    rows_at_once = std::max<int64_t>(64, kRowBytes / piece.x_stride() / 32 * 32);
+    rows_at_once = std::max<int64_t>(64, kRowBytes / piece.x_stride / 32 * 32);
     panels_at_once = num_rows <= 64 ? 4 : 2;
     if (panels * piece.lines * kLine * num_rows < kAlone) panels_at_once = panels;
     row_tasks = ceil_div(num_rows, rows_at_once);
@@ -115,27 +115,59 @@ void run_parts(const std::vector<Part>& parts, const Threads& threads) {
 
 // -- what is multiplied ---------------------------------------------------------------------------------------------
 
-// Rows of x whose inner dimension is padded with zeros, copied only where it has to be.
-class PaddedRows {
+constexpr int64_t kValuesAtOnce = 32 << 10;  // of activations, copied or quantised by one task
+
+// Rows of x, bfloat16 or float32, as the products read them: the inner dimension padded with zeros, and widened to float32
+// where the machine has no products of bfloat16. Copied only where it has to be.
+class FloatRows {
  public:
-  PaddedRows(const void* x, int64_t rows, int64_t inner, int64_t itemsize)
-      : data_(static_cast<const char*>(x)), copy_(padded_inner(inner, itemsize) == inner ? 0 : rows * padded_inner(inner, itemsize) * itemsize) {
-    const int64_t bytes = inner * itemsize, padded = padded_inner(inner, itemsize) * itemsize;
-    if (padded == bytes) return;
-    for (int64_t row = 0; row < rows; ++row) {
-      std::memcpy(copy_.data() + row * padded, data_ + row * bytes, bytes);
-      std::memset(copy_.data() + row * padded + bytes, 0, padded - bytes);
-    }
+  FloatRows(Isa isa, const void* x, bool float32, int64_t rows, int64_t inner, const Threads& threads)
+      : itemsize_(float32 ? sizeof(float) : sizeof(uint16_t)),
+        widen_(!float32 && widens(isa)),
+        padded_(padded_inner(inner, itemsize_)),
+        data_(static_cast<const char*>(x)),
+        copy_(padded_ == inner && !widen_ ? 0 : rows * stride()) {
+    if (padded_ == inner && !widen_) return;
+    const int64_t rows_at_once = std::max<int64_t>(1, kValuesAtOnce / padded_);
+    threads.run(ceil_div(rows, rows_at_once), [&](int64_t task) {
+      for (int64_t row = task * rows_at_once; row < std::min(rows, (task + 1) * rows_at_once); ++row) {
+        const char* from = data_ + row * inner * itemsize_;
+        char* to = copy_.data() + row * stride();
+        const int64_t bytes = inner * (widen_ ? sizeof(float) : itemsize_);
+        if (widen_) {
+          widen(from, inner, to);
+        } else {
+          std::memcpy(to, from, bytes);
+        }
+        std::memset(to + bytes, 0, stride() - bytes);
+      }
+    });
     data_ = copy_.data();
   }
-  const char* data() const { return data_; }
+
+  ProductPiece piece(const Product& product) const {
+    const int64_t lines = num_lines(product.inner, itemsize_);
+    return {data_, stride(), lines, 0, product.rows, 0, 0, nullptr, nullptr, &product, nullptr, nullptr};
+  }
 
  private:
+  int64_t stride() const { return padded_ * (widen_ ? sizeof(float) : itemsize_); }
+
+  static void widen(const char* from, int64_t count, char* to) {
+    for (int64_t i = 0; i < count; ++i) {
+      uint16_t half;
+      std::memcpy(&half, from + i * sizeof(half), sizeof(half));
+      const uint32_t bits = static_cast<uint32_t>(half) << 16;
+      std::memcpy(to + i * sizeof(bits), &bits, sizeof(bits));
+    }
+  }
+
+  int64_t itemsize_;
+  bool widen_;
+  int64_t padded_;
   const char* data_;
   Scratch copy_;
 };
-
-constexpr int64_t kValuesAtOnce = 32 << 10;  // of activations, quantised by one task
 
 // Rows of x as int8.
 class Int8Rows {
@@ -152,7 +184,7 @@ class Int8Rows {
   }
 
   ProductPiece piece(const Product& product, const float* column_scale) const {
-    return {values_.data(), padded_ / 4, 0, kTerms * product.rows, 0, 0, nullptr, nullptr, &product, scale(), column_scale};
+    return {values_.data(), padded_, padded_ / 4, 0, kTerms * product.rows, 0, 0, nullptr, nullptr, &product, scale(), column_scale};
   }
 
  private:
@@ -166,11 +198,6 @@ class Int8Rows {
 Part int8_part(Isa isa, const ProductPiece& whole) {
   const bool one = whole.end_row - whole.first_row == kTerms;
   return Part(choose(one ? std::min(isa, Isa::kAvx512Bf16) : isa, sizeof(int8_t)), whole);
-}
-
-ProductPiece piece_of(const Product& product, const char* x, int64_t itemsize) {
-  const int64_t lines = num_lines(product.inner, itemsize);
-  return {x, lines, 0, product.rows, 0, 0, nullptr, nullptr, &product, nullptr, nullptr};
 }
 
 // The rows of one group, and the product with its own weights.
@@ -204,10 +231,10 @@ void run_groups(Isa isa, const Product& product, const Groups& groups, const voi
   const int64_t itemsize = float32 ? sizeof(float) : sizeof(uint16_t);
   const int64_t num_blocks = num_panels(product.columns) * ceil_div(product.inner, kMxfp4Block);
   const std::vector<Group> all = each_group(product, groups, mxfp4 ? 0 : itemsize);
-  const PaddedRows rows(x, num_rows(all), product.inner, itemsize);
+  const FloatRows rows(isa, x, float32, num_rows(all), product.inner, threads);
   std::vector<Part> parts;
   for (const Group& group : all) {
-    ProductPiece whole = piece_of(group.product, rows.data(), itemsize);
+    ProductPiece whole = rows.piece(group.product);
     whole.first_row = group.first_row;
     whole.end_row = group.end_row;
     if (mxfp4) {
@@ -241,9 +268,8 @@ void pack(const Matrix& matrix, void* packed, const Threads& threads) {
 }
 
 void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads) {
-  const PaddedRows rows(x, product.rows, product.inner, sizeof(uint16_t));
-  const ProductPiece whole = piece_of(product, rows.data(), sizeof(uint16_t));
-  run_parts({Part(choose(isa, sizeof(uint16_t)), whole)}, threads);
+  const FloatRows rows(isa, x, false, product.rows, product.inner, threads);
+  run_parts({Part(choose(isa, sizeof(uint16_t)), rows.piece(product))}, threads);
 }
 
 void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,

@@ -10,11 +10,13 @@
 
 namespace quire {
 
-// One piece of a product: some panels, some rows. x is [rows, lines * 4 bytes]; of int8, where two rows are the terms of
-// one row of the output, always whole pairs.
+// One piece of a product: some panels, some rows. x has the inner dimension as the panels have it, and their type, but that
+// bfloat16 is float32 where `widens(isa)`. Of int8, where two rows are the terms of one row of the output, always whole
+// pairs.
 struct ProductPiece {
   const char* x;
-  int64_t lines;  // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
+  int64_t x_stride;  // bytes
+  int64_t lines;     // of 64 bytes in a panel: the padded inner dimension in groups of four bytes
   int64_t first_row, end_row;
   int64_t first_panel, end_panel;
   const char *next, *next_end;  // the panels of the piece that this thread has next; equal if none
@@ -24,7 +26,6 @@ struct ProductPiece {
   const uint8_t *codes = nullptr, *scales = nullptr;  // MXFP4 only, of this group
   int64_t panels_before = 0;  // in the product, of the first that is in memory
 
-  int64_t x_stride() const { return lines * 4; }
   const char* panel(int64_t i) const { return static_cast<const char*>(product->packed) + (i - panels_before) * lines * kLine; }
   int64_t columns_of(int64_t panel_index) const {
     return std::min(kPanel, product->columns - panel_index * kPanel);
@@ -41,6 +42,9 @@ inline void store_row(const ProductPiece& piece, int64_t row, int64_t panel, con
     for (int64_t i = 0; i < count; ++i) out[i] = from_float<Bf16>(values[i]);
   }
 }
+
+// Has no products of bfloat16: they are computed in float32.
+inline bool widens(Isa isa) { return isa < Isa::kAvx512Bf16; }
 
 using RunPiece = void (*)(const ProductPiece&);
 

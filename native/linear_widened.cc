@@ -7,50 +7,57 @@
 namespace quire {
 namespace {
 
-template <int kRows>
-QUIRE_INLINE void store_rows(const ProductPiece& piece, int64_t row, int64_t panel, const Floats (&sums)[kRows]) {
+// A register of so many floats, and its bits.
+template <int kWidth>
+struct Register {
+  typedef float Float __attribute__((vector_size(4 * kWidth)));
+  typedef uint32_t Bits __attribute__((vector_size(4 * kWidth)));
+};
+
+// Rows of float32 by panels of float32 or bfloat16. All sums stay in registers of kWidth floats: unrolled by name, else
+// the compiler keeps them in memory. A row's address is one of every third row's and a multiple of the stride, which is
+// what an instruction can add up by itself.
+template <int kItemsize, int kWidth, int kRows, int kPanels>
+QUIRE_INLINE void float_tile(const ProductPiece& piece, int64_t row, int64_t panel) {
+  using Float = typename Register<kWidth>::Float;
+  using Bits = typename Register<kWidth>::Bits;
+  constexpr int kEach = kPanel / kWidth, kParts = kPanels * kEach, kValues = 4 / kItemsize;
+  const int64_t panel_bytes = piece.lines * kLine, stride = piece.x_stride;
+  const char* weights = piece.panel(panel);
+  const char* thirds[(kRows + 2) / 3];
+  for (int i = 0; i < (kRows + 2) / 3; ++i) thirds[i] = piece.x + (row + 3 * i) * stride;
+  Float sums[kRows][kParts] = {};
+  for (int64_t line = 0; line < piece.lines; ++line) {
+    Bits lines[kParts];
+#pragma GCC unroll 8
+    for (int p = 0; p < kParts; ++p) {
+      std::memcpy(&lines[p], weights + p / kEach * panel_bytes + line * kLine + p % kEach * sizeof(Bits), sizeof(Bits));
+    }
+#pragma GCC unroll 2
+    for (int value = 0; value < kValues; ++value) {
+      Float factors[kParts];
+#pragma GCC unroll 8
+      for (int p = 0; p < kParts; ++p) {
+        const Bits bits = kItemsize == 4 ? lines[p] : value ? lines[p] & 0xffff0000u : lines[p] << 16;
+        std::memcpy(&factors[p], &bits, sizeof(bits));
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        float one;
+        std::memcpy(&one, thirds[r / 3] + r % 3 * stride + (line * kValues + value) * sizeof(one), sizeof(one));
+#pragma GCC unroll 8
+        for (int p = 0; p < kParts; ++p) sums[r][p] += factors[p] * one;
+      }
+    }
+  }
+#pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    float values[kPanel];
-    std::memcpy(values, &sums[r], sizeof(values));
-    store_row(piece, row + r, panel, values);
-  }
-}
-
-template <int kRows>
-QUIRE_INLINE void f32_rows(const ProductPiece& piece, int64_t row, int64_t panel) {
-  const char* weights = piece.panel(panel);
-  Floats sums[kRows] = {};
-  for (int64_t line = 0; line < piece.lines; ++line) {
-    Floats values;
-    std::memcpy(&values, weights + line * kLine, sizeof(values));
-    for (int r = 0; r < kRows; ++r) {
-      float one;
-      std::memcpy(&one, piece.x + (row + r) * piece.x_stride() + line * 4, sizeof(one));
-      sums[r] += values * one;
+    for (int i = 0; i < kPanels; ++i) {
+      float values[kPanel];
+      std::memcpy(values, &sums[r][i * kEach], sizeof(values));
+      store_row(piece, row + r, panel + i, values);
     }
   }
-  store_rows(piece, row, panel, sums);
-}
-
-template <int kRows>
-QUIRE_INLINE void widened_bf16_rows(const ProductPiece& piece, int64_t row, int64_t panel) {
-  const char* weights = piece.panel(panel);
-  Floats sums[kRows] = {};
-  for (int64_t line = 0; line < piece.lines; ++line) {
-    Ints pairs;
-    std::memcpy(&pairs, weights + line * kLine, sizeof(pairs));
-    const Ints low = pairs << 16, high = pairs & static_cast<int32_t>(0xffff0000);
-    Floats even, odd;
-    std::memcpy(&even, &low, sizeof(even));
-    std::memcpy(&odd, &high, sizeof(odd));
-    for (int r = 0; r < kRows; ++r) {
-      uint32_t two;
-      std::memcpy(&two, piece.x + (row + r) * piece.x_stride() + line * 4, sizeof(two));
-      sums[r] += even * to_float(Bf16{static_cast<uint16_t>(two)});
-      sums[r] += odd * to_float(Bf16{static_cast<uint16_t>(two >> 16)});
-    }
-  }
-  store_rows(piece, row, panel, sums);
 }
 
 template <int kRows>
@@ -64,7 +71,7 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
       const Ints values = (fours << (24 - 8 * byte)) >> 24;
       for (int r = 0; r < kRows; ++r) {
         sums[r] += values * static_cast<int32_t>(
-            static_cast<int8_t>(piece.x[(row + r) * piece.x_stride() + line * 4 + byte]));
+            static_cast<int8_t>(piece.x[(row + r) * piece.x_stride + line * 4 + byte]));
       }
     }
   }
@@ -80,37 +87,49 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
   }
 }
 
-template <int kRows, int kItemsize>
-QUIRE_INLINE void rows_of(const ProductPiece& piece, int64_t row, int64_t panel) {
-  if constexpr (kItemsize == 4) f32_rows<kRows>(piece, row, panel);
-  if constexpr (kItemsize == 2) widened_bf16_rows<kRows>(piece, row, panel);
-  if constexpr (kItemsize == 1) widened_int8_rows<kRows>(piece, row, panel);
+template <int kItemsize, int kWidth, int kRows, int kPanels>
+QUIRE_INLINE void tile(const ProductPiece& piece, int64_t row, int64_t panel) {
+  if constexpr (kItemsize == 1) {
+    widened_int8_rows<kRows>(piece, row, panel);
+  } else {
+    float_tile<kItemsize, kWidth, kRows, kPanels>(piece, row, panel);
+  }
 }
 
-template <int kItemsize>
-QUIRE_INLINE void widened(const ProductPiece& piece) {
-  constexpr int kStep = kItemsize == 1 ? kTerms : 1;
-  for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
-    int64_t row = piece.first_row;
-    for (; row + 4 <= piece.end_row; row += 4) rows_of<4, kItemsize>(piece, row, panel);
-    for (; row < piece.end_row; row += kStep) rows_of<kStep, kItemsize>(piece, row, panel);
+// As many rows at once as there are registers for.
+template <int kItemsize, int kWidth, int kMostRows, int kPanels>
+QUIRE_INLINE void all_rows(const ProductPiece& piece, int64_t panel) {
+  const int64_t end = piece.end_row;
+  int64_t row = piece.first_row;
+  for (; row + kMostRows <= end; row += kMostRows) tile<kItemsize, kWidth, kMostRows, kPanels>(piece, row, panel);
+  for (; row + 4 <= end; row += 4) tile<kItemsize, kWidth, 4, kPanels>(piece, row, panel);
+  for (; row + 2 <= end; row += 2) tile<kItemsize, kWidth, 2, kPanels>(piece, row, panel);
+  if constexpr (kItemsize > 1) {
+    if (row < end) tile<kItemsize, kWidth, 1, kPanels>(piece, row, panel);
   }
+}
+
+template <int kItemsize, int kWidth, int kMostRows, int kPanels>
+QUIRE_INLINE void widened(const ProductPiece& piece) {
+  int64_t panel = piece.first_panel;
+  for (; panel + kPanels <= piece.end_panel; panel += kPanels) all_rows<kItemsize, kWidth, kMostRows, kPanels>(piece, panel);
+  for (; panel < piece.end_panel; ++panel) all_rows<kItemsize, kWidth, kMostRows, 1>(piece, panel);
 }
 
 }  // namespace
 
-void plain_f32(const ProductPiece& piece) { widened<4>(piece); }
-void plain_bf16(const ProductPiece& piece) { widened<2>(piece); }
-void plain_int8(const ProductPiece& piece) { widened<1>(piece); }
+void plain_f32(const ProductPiece& piece) { widened<4, 4, 4, 1>(piece); }
+void plain_bf16(const ProductPiece& piece) { widened<2, 4, 4, 1>(piece); }
+void plain_int8(const ProductPiece& piece) { widened<1, 4, 4, 1>(piece); }
 
 #if QUIRE_X86
 
-__attribute__((target("avx2,fma"))) void avx2_f32(const ProductPiece& piece) { widened<4>(piece); }
-__attribute__((target("avx2,fma"))) void avx2_bf16(const ProductPiece& piece) { widened<2>(piece); }
-__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened<1>(piece); }
-__attribute__((target("avx512f"))) void avx512_f32(const ProductPiece& piece) { widened<4>(piece); }
-__attribute__((target("avx512f"))) void avx512_bf16(const ProductPiece& piece) { widened<2>(piece); }
-__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened<1>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_f32(const ProductPiece& piece) { widened<4, 8, 6, 1>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_bf16(const ProductPiece& piece) { widened<2, 8, 6, 1>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened<1, 8, 4, 1>(piece); }
+__attribute__((target("avx512f"))) void avx512_f32(const ProductPiece& piece) { widened<4, 16, 12, 2>(piece); }
+__attribute__((target("avx512f"))) void avx512_bf16(const ProductPiece& piece) { widened<2, 16, 12, 2>(piece); }
+__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened<1, 16, 4, 1>(piece); }
 
 #endif
 

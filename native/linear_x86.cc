@@ -53,7 +53,7 @@ QUIRE_STORE QUIRE_INLINE __m512 both_terms(const ProductPiece& piece, int64_t ro
 
 QUIRE_STORE QUIRE_INLINE int32_t four_bytes(const ProductPiece& piece, int64_t row, int64_t line) {
   int32_t value;
-  std::memcpy(&value, piece.x + row * piece.x_stride() + line * 4, sizeof(value));
+  std::memcpy(&value, piece.x + row * piece.x_stride + line * 4, sizeof(value));
   return value;
 }
 
@@ -80,12 +80,23 @@ QUIRE_DOT_BF16 void dot_bf16_tile(const ProductPiece& piece, int64_t row, int64_
   }
 }
 
-// The instruction multiplies unsigned by signed bytes: x + 128 goes in, and 128 * (sum of the column) comes off.
-template <int kRows, int kPanels>
-QUIRE_DOT_INT8 void dot_int8_tile(const ProductPiece& piece, int64_t row, int64_t panel) {
-  __m512i sums[kRows][kPanels], excess[kPanels];
+// sum + dot products of four unsigned and four signed bytes. By name: for the intrinsic gcc 12 moves every sum to another
+// register, and to memory.
+QUIRE_DOT_INT8 QUIRE_INLINE void add_dots(__m512i& sum, __m512i unsigned_bytes, __m512i signed_bytes) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(unsigned_bytes), "v"(signed_bytes));
+}
+
+// The instruction multiplies unsigned by signed bytes: x + 128 goes in, and 128 * (sum of the column) comes off. The first
+// tile of some panels computes that, `excess`, and those of their other rows read it.
+//
+// Unrolled by name, else the compiler keeps sums in memory.
+template <int kRows, int kPanels, bool kFirst>
+QUIRE_DOT_INT8 void dot_int8_tile(const ProductPiece& piece, int64_t row, int64_t panel, __m512i* excess) {
+  __m512i sums[kRows][kPanels], comes_off[kPanels];
+#pragma GCC unroll 4
   for (int p = 0; p < kPanels; ++p) {
-    excess[p] = _mm512_setzero_si512();
+    if constexpr (kFirst) comes_off[p] = _mm512_setzero_si512();
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) sums[r][p] = _mm512_setzero_si512();
   }
   const char* weights = piece.panel(panel);
@@ -93,48 +104,53 @@ QUIRE_DOT_INT8 void dot_int8_tile(const ProductPiece& piece, int64_t row, int64_
   const __m512i shift = _mm512_set1_epi8(static_cast<char>(128));
   for (int64_t line = 0; line < piece.lines; ++line) {
     __m512i lines[kPanels];
+#pragma GCC unroll 4
     for (int p = 0; p < kPanels; ++p) {
       lines[p] = _mm512_loadu_si512(weights + p * panel_bytes + line * kLine);
-      excess[p] = _mm512_dpbusd_epi32(excess[p], shift, lines[p]);
+      if constexpr (kFirst) add_dots(comes_off[p], shift, lines[p]);
     }
+#pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       const __m512i four = _mm512_xor_si512(_mm512_set1_epi32(four_bytes(piece, row + r, line)), shift);
-      for (int p = 0; p < kPanels; ++p) sums[r][p] = _mm512_dpbusd_epi32(sums[r][p], four, lines[p]);
+#pragma GCC unroll 4
+      for (int p = 0; p < kPanels; ++p) add_dots(sums[r][p], four, lines[p]);
     }
   }
-  for (int r = 0; r < kRows; r += kTerms) {
-    for (int p = 0; p < kPanels; ++p) {
-      const __m512i first = _mm512_sub_epi32(sums[r][p], excess[p]);
-      const __m512i second = _mm512_sub_epi32(sums[r + 1][p], excess[p]);
+#pragma GCC unroll 4
+  for (int p = 0; p < kPanels; ++p) {
+    if constexpr (kFirst) excess[p] = comes_off[p];
+#pragma GCC unroll 3
+    for (int r = 0; r < kRows; r += kTerms) {
+      const __m512i first = _mm512_sub_epi32(sums[r][p], excess[p]), second = _mm512_sub_epi32(sums[r + 1][p], excess[p]);
       store_16(piece, (row + r) / kTerms, panel + p, both_terms(piece, row + r, panel + p, first, second));
     }
   }
 }
 
-using RunTile = void (*)(const ProductPiece&, int64_t row, int64_t panel);
-
-// Accumulators fill the 32 registers: up to 5 rows of 4 panels; of int8, up to 2 rows of two terms, and what comes off
-// each panel.
-constexpr RunTile kDotBf16[][2] = {
+// Accumulators fill the 32 registers: 5 rows of 4 panels; of int8, 3 rows of two terms, or 2 and what comes off each panel.
+// The i-th takes i + 1 rows.
+using Bf16Tile = void (*)(const ProductPiece&, int64_t row, int64_t panel);
+constexpr Bf16Tile kDotBf16[][2] = {
     {dot_bf16_tile<1, 1>, dot_bf16_tile<1, 4>}, {dot_bf16_tile<2, 1>, dot_bf16_tile<2, 4>},
     {dot_bf16_tile<3, 1>, dot_bf16_tile<3, 4>}, {dot_bf16_tile<4, 1>, dot_bf16_tile<4, 4>},
     {dot_bf16_tile<5, 1>, dot_bf16_tile<5, 4>},
 };
-constexpr RunTile kDotInt8[][2] = {
-    {dot_int8_tile<2, 1>, dot_int8_tile<2, 4>},
-    {dot_int8_tile<4, 1>, dot_int8_tile<4, 4>},
+using Int8Tile = void (*)(const ProductPiece&, int64_t row, int64_t panel, __m512i* excess);
+constexpr Int8Tile kDotInt8First[][2] = {
+    {dot_int8_tile<2, 1, true>, dot_int8_tile<2, 4, true>},
+    {dot_int8_tile<4, 1, true>, dot_int8_tile<4, 4, true>},
+};
+constexpr Int8Tile kDotInt8[][2] = {
+    {dot_int8_tile<2, 1, false>, dot_int8_tile<2, 4, false>},
+    {dot_int8_tile<4, 1, false>, dot_int8_tile<4, 4, false>},
+    {dot_int8_tile<6, 1, false>, dot_int8_tile<6, 4, false>},
 };
 
-// The i-th of the tiles takes i + 1 times so many rows.
-template <int64_t kStep, size_t kTiles>
-void dot(const ProductPiece& piece, const RunTile (&tiles)[kTiles][2]) {
+template <class RunPanels>
+void four_panels_at_once(const ProductPiece& piece, RunPanels run_panels) {
   for (int64_t panel = piece.first_panel; panel < piece.end_panel;) {
     const bool four = panel + 4 <= piece.end_panel;
-    for (int64_t row = piece.first_row; row < piece.end_row;) {
-      const int64_t rows = std::min<int64_t>(kTiles * kStep, piece.end_row - row);
-      tiles[rows / kStep - 1][four](piece, row, panel);
-      row += rows;
-    }
+    run_panels(panel, four);
     panel += four ? 4 : 1;
   }
 }
@@ -237,9 +253,9 @@ QUIRE_AMX void amx_one_row(const ProductPiece& piece, int64_t row, int64_t rows,
     _tile_zero(2);
     _tile_zero(3);
   }
-  const char* x = piece.x + row * piece.x_stride();
+  const char* x = piece.x + row * piece.x_stride;
   const char* weights = piece.panel(panel);
-  const int64_t stride = piece.x_stride(), panel_bytes = piece.lines * kLine;
+  const int64_t stride = piece.x_stride, panel_bytes = piece.lines * kLine;
   for (int64_t k = 0; k < piece.lines / 16; ++k) {
     _tile_loadd(5, x + k * kLine, stride);
     const char* tile = weights + k * kTile;
@@ -279,9 +295,9 @@ QUIRE_AMX void amx_two_rows(const ProductPiece& piece, int64_t row, int64_t pane
     _tile_zero(1);
     _tile_zero(3);
   }
-  const char* x = piece.x + row * piece.x_stride();
+  const char* x = piece.x + row * piece.x_stride;
   const char* weights = piece.panel(panel);
-  const int64_t stride = piece.x_stride(), panel_bytes = piece.lines * kLine;
+  const int64_t stride = piece.x_stride, panel_bytes = piece.lines * kLine;
   for (int64_t k = 0; k < piece.lines / 16; ++k) {
     const char *tile = weights + k * kTile, *upper = x + k * kLine;
     ahead.step();
@@ -332,8 +348,28 @@ QUIRE_AMX void amx(const ProductPiece& piece) {
 
 }  // namespace
 
-void dot_bf16(const ProductPiece& piece) { dot<1>(piece, kDotBf16); }
-void dot_int8(const ProductPiece& piece) { dot<kTerms>(piece, kDotInt8); }
+void dot_bf16(const ProductPiece& piece) {
+  four_panels_at_once(piece, [&](int64_t panel, bool four) {
+    for (int64_t row = piece.first_row; row < piece.end_row;) {
+      const int64_t rows = std::min<int64_t>(5, piece.end_row - row);
+      kDotBf16[rows - 1][four](piece, row, panel);
+      row += rows;
+    }
+  });
+}
+
+void dot_int8(const ProductPiece& piece) {
+  four_panels_at_once(piece, [&](int64_t panel, bool four) {
+    __m512i excess[4];
+    int64_t row = piece.first_row, rows = std::min<int64_t>(2 * kTerms, piece.end_row - row);
+    kDotInt8First[rows / kTerms - 1][four](piece, row, panel, excess);
+    for (row += rows; row < piece.end_row; row += rows) {
+      rows = std::min<int64_t>(3 * kTerms, piece.end_row - row);
+      kDotInt8[rows / kTerms - 1][four](piece, row, panel, excess);
+    }
+  });
+}
+
 void amx_bf16(const ProductPiece& piece) { amx<false>(piece); }
 void amx_int8(const ProductPiece& piece) { amx<true>(piece); }
 
