@@ -452,6 +452,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
                                   .Ret<Floats>()  // mass
                                   .Attr<std::string_view>("isa"));
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_allocate, [](ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); },
+                              ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());  // memory that nobody has written to
+
 // The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.
 extern "C" const char* quire_instruction_set(int index) {
   if (index < 0 || index >= quire::kNumIsas) return nullptr;

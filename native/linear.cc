@@ -247,24 +247,30 @@ void run_groups(Isa isa, const Product& product, const Groups& groups, const voi
   clear_behind(product, num_rows(all));
 }
 
-}  // namespace
-
-void pack(const Matrix& matrix, void* packed, const Threads& threads) {
-  const int64_t itemsize = matrix.itemsize, inner = matrix.inner, columns = matrix.columns;
-  const int64_t group = 4 / itemsize, lines = num_lines(inner, itemsize);
+template <class Value>
+void pack_values(const Matrix& matrix, void* packed, const Threads& threads) {
+  constexpr int64_t group = 4 / sizeof(Value);
+  const int64_t inner = matrix.inner, columns = matrix.columns, lines = num_lines(inner, sizeof(Value));
   const int64_t k_stride = matrix.transposed ? 1 : columns, n_stride = matrix.transposed ? inner : 1;
-  const char* from = static_cast<const char*>(matrix.data);
+  const Value* from = static_cast<const Value*>(matrix.data);
   threads.run(num_panels(columns), [&](int64_t panel) {
-    char* to = static_cast<char*>(packed) + panel * lines * kLine;
+    Value* to = static_cast<Value*>(packed) + panel * lines * kPanel * group;
     std::memset(to, 0, lines * kLine);
     const int64_t first = panel * kPanel, count = std::min(kPanel, columns - first);
     for (int64_t k = 0; k < inner; ++k) {
       for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(to + ((k / group * kPanel + i) * group + k % group) * itemsize,
-                    from + (k * k_stride + (first + i) * n_stride) * itemsize, itemsize);
+        to[(k / group * kPanel + i) * group + k % group] = from[k * k_stride + (first + i) * n_stride];
       }
     }
   });
+}
+
+}  // namespace
+
+void pack(const Matrix& matrix, void* packed, const Threads& threads) {
+  if (matrix.itemsize == 4) return pack_values<uint32_t>(matrix, packed, threads);
+  if (matrix.itemsize == 2) return pack_values<uint16_t>(matrix, packed, threads);
+  pack_values<uint8_t>(matrix, packed, threads);
 }
 
 void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads) {

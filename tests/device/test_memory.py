@@ -1,13 +1,18 @@
 """How many pages a budget buys: never more than it holds, never more than could be used, never none."""
 
+import os
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire import SamplingParams
 from quire.config import engine_config
-from quire.device import kv_cache, memory
+from quire.device import kv_cache, memory, native
 from quire.device.attention import get_backend
 from quire.device.mesh import make_mesh
 from quire.device.models.padding import padded_config
@@ -85,6 +90,40 @@ def test_padded_and_repeated_heads_take_pages_too(attention, heads, kv_heads, nu
     assert {bytes_on(device, cache) for device in devices} == {expected}
     page_bytes = memory.page_bytes(config, mesh=mesh, dtype="float32", page_size=4, attention=attention)
     assert 12 * page_bytes == num_devices * expected
+
+
+def own_bytes() -> int:
+    """Memory of this process that is really there."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
+def test_a_pool_takes_memory_as_tokens_come():
+    before = own_bytes()
+    config = tiny_config(num_kv_heads=8, num_heads=8, head_dim=64)
+    size = {"num_pages": 1 << 12, "page_size": 16, "dtype": jnp.dtype("float32"), "mesh": make_mesh()}
+    cache = jax.block_until_ready(kv_cache.create(kv_cache.abstract(get_backend("native"), config.attention, **size)))
+    assert sum(array.nbytes for array in jax.tree.leaves(cache)) > 512 << 20
+    assert own_bytes() - before < 128 << 20
+
+
+@pytest.mark.parametrize("attention", ["xla", "reference", "native"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_in_new_pages_does_not_matter(attention, dtype, monkeypatch):
+    def fill(array):
+        value = np.nan if jnp.issubdtype(array.dtype, jnp.floating) else -1
+        return jnp.full(array.shape, value, array.dtype, device=array.sharding)
+
+    def tokens() -> list:
+        outputs = llm.generate([[1, 2, 3, 4, 5, 6, 7], [9, 8]], SamplingParams(max_tokens=12, temperature=0, n=2))
+        return [one.token_ids for output in outputs for one in output.outputs]
+
+    with tiny_llm(attention=attention, dtype=dtype) as llm:
+        llm.engine.zero_cache()
+        expected = tokens()
+        monkeypatch.setattr(kv_cache, "create_zeros", lambda schema: jax.tree.map(fill, schema))
+        llm.engine.zero_cache()
+        assert tokens() == expected
 
 
 def test_a_share_of_what_is_free():

@@ -5,6 +5,7 @@ poisoned and moved to and from host memory along each array's page axis, and not
 page carries the ids of its tokens, so that wherever a page goes, what a sequence has seen goes with it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxtyping import Array, Int
 
 from quire.config import AttentionConfig
+from quire.device import native
 from quire.device.attention import Backend, LayerKV
 from quire.device.mesh import ArraySpec
 
@@ -64,8 +66,26 @@ def abstract(
 
 
 def create(schema: KVCache) -> KVCache:
-    """Allocate a pool as `abstract` describes it. The only time its bytes are written without a token."""
+    """Allocate a pool as `abstract` describes it, with anything in its pages.
+
+    On one CPU device, with the native library, nothing is written: the system gives memory to a page when its first
+    token comes, where clearing all of them would take seconds at start.
+    """
+    return jax.tree.map(lambda array: _allocator(array.shape, array.dtype, array.sharding)(), schema)
+
+
+def create_zeros(schema: KVCache) -> KVCache:
+    """Allocate a pool as `abstract` describes it, with zeros in its pages."""
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), schema)
+
+
+@functools.cache
+def _allocator(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
+    assert isinstance(sharding.mesh, Mesh)
+    if native.unavailable_reason_on(sharding.mesh):
+        return functools.partial(jnp.zeros, shape, dtype, device=sharding)
+    allocate = jax.ffi.ffi_call("quire_allocate", jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(allocate, out_shardings=sharding)
 
 
 def placement[T: (KVCache, Caches)](cache: T) -> T:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 LIBRARY = Path(__file__).with_name("_native.so")
 HANDLERS = (
+    "quire_allocate",
     "quire_attention",
     "quire_pack",
     "quire_linear_bf16",

@@ -129,12 +129,8 @@ class ModelRunner:
                 field="quantize",
             )
         self._num_host_pages = tuple(num_host_pages)
-        # The system clears every page of this memory, which takes as long as all else: it does so meanwhile.
-        thread = ThreadPoolExecutor(1)
-        self._allocation: Future[kv_cache.Caches] | None = thread.submit(self._create_caches)
-        thread.shutdown(wait=False)
-        self._caches: kv_cache.Caches = ()
-        self._host: list[kv_cache.HostPages] = []
+        self._caches = self._create_caches()
+        self._host = self._create_host_pages()
         """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._params = prepare(model, params, mesh=mesh, kind=kind)
         if kind.stored:
@@ -173,7 +169,7 @@ class ModelRunner:
         return len(self._compiled)
 
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Take the memory for the pools, and compile everything that will ever run.
+        """Compile everything that will ever run.
 
         `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
         and what is being compiled now.
@@ -186,9 +182,6 @@ class ModelRunner:
         report(len(self._compiled), total, "page tables; copy, poison and move pages")
         for name, traced in small.items():
             self._compiled[name] = traced.lower().compile()
-        if self._allocation is not None:
-            self._caches, self._allocation = self._allocation.result(), None
-            self._host = self._create_host_pages()
         if self._host:
             self._measure_moves(self._host[0])
         report(total, total, "")
@@ -353,7 +346,7 @@ class ModelRunner:
     def zero(self) -> None:
         """Clear every page on the device."""
         self._delete_caches()
-        self._caches = self._create_caches()
+        self._caches = tuple(map(kv_cache.create_zeros, self.programs.caches))
 
     def _delete_caches(self) -> None:
         """Before there are others; whoever still refers to one, such as an error's traceback."""
@@ -374,7 +367,8 @@ class ModelRunner:
         self._page_tables = self._create_page_tables()  # they may be donated, or of a program that failed
         survived = self._has_caches()
         if not survived:
-            self.zero()
+            self._delete_caches()
+            self._caches = self._create_caches()
         return survived
 
     def _has_caches(self) -> bool:
