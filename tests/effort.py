@@ -7,6 +7,8 @@ from quire.device import native
 from tests.thorough import THOROUGH
 
 ISAS = native.instruction_sets()
+FLOAT_ISAS = tuple(isa for isa in ISAS if isa != "avx512_vnni")
+"""Those that differ in what they do with floats: VNNI adds products of int8."""
 
 
 def examples(count: int, daily: int | None = None) -> settings:
@@ -33,3 +35,4 @@ def daily(values: list) -> list:
 
 
 each_isa = pytest.mark.parametrize("isa", daily([*ISAS]))
+each_float_isa = pytest.mark.parametrize("isa", daily([*FLOAT_ISAS]))

@@ -21,9 +21,9 @@ from quire.device.attention.pallas_blocks import Blocks, head_lanes
 from quire.device.attention.pallas_tpu import PallasBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
-from tests.effort import ISAS, daily, examples, slow
+from tests.effort import FLOAT_ISAS, daily, examples, slow
 
-NATIVE = [f"native {isa}" for isa in ISAS]
+NATIVE = [f"native {isa}" for isa in FLOAT_ISAS]
 BACKENDS = ["reference", "xla", "xla-rows", *NATIVE]
 DAILY_BACKENDS = [slow("reference"), "xla", slow("xla-rows"), *daily(NATIVE)]
 NUM_HEADS, NUM_KV_HEADS = 6, 2

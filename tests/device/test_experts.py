@@ -31,7 +31,7 @@ from quire.device.models import experts
 from quire.device.models.experts import mixture, route
 from quire.device.models.layers import ModelStatics
 from quire.device.models.weights import params_from_tensors
-from tests.effort import each_isa, examples, nightly, slow
+from tests.effort import each_float_isa, each_isa, examples, nightly, slow
 from tests.tiny import check_schema, tiny_config, tiny_llm, tiny_tensors
 
 needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -71,7 +71,7 @@ def by_group(x: jax.Array, weight: jax.Array, sizes: list[int]) -> tuple[np.ndar
 
 
 @needs_native
-@each_isa
+@each_float_isa
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @examples(9)
 @given(case=grouped())
@@ -122,7 +122,7 @@ MXFP4 = MatmulKind(native=False, int8=False, mxfp4_experts=True)
 
 @pytest.mark.slow
 @needs_native
-@each_isa
+@each_float_isa
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 @examples(4, daily=2)
 @given(case=grouped())
@@ -166,7 +166,7 @@ def test_the_shapes_of_mxfp4_are_known_without_weights(native_experts):
 
 
 @needs_native
-@each_isa
+@each_float_isa
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_a_row_does_not_depend_on_the_rows_of_its_group(isa, dtype):
     x, weight, _ = arrays([70], 0, 130, 100, dtype)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from quire.config import AttentionConfig, ModelConfig, RotaryConfig
+from tests.effort import nightly
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
 LOCAL = AttentionConfig(num_heads=4, num_kv_heads=2, head_dim=8, window=5)
@@ -65,7 +66,7 @@ def logprobs(config: ModelConfig, tokens: list[int]) -> np.ndarray:
     [
         ("native", 1),
         ("xla", 2),
-        ("reference", 1),
+        nightly("reference", 1),
     ],
 )
 def test_layers_differ_in_window_heads_head_size_scale_and_rotary_base(attention, num_devices):

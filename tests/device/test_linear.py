@@ -25,7 +25,7 @@ from quire.device.linear import (
 )
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import params_from_tensors, place_params, prepare, weight_specs
-from tests.effort import each_isa, examples
+from tests.effort import each_isa, examples, nightly
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
 needs_native = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
@@ -231,7 +231,9 @@ def greedy(llm) -> list[int]:
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize(("dtype", "quantize_"), [("bfloat16", None), ("bfloat16", "int8"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize_"), [nightly("bfloat16", None), ("bfloat16", "int8"), nightly("float32", "int8")]
+)
 def test_new_weights_are_packed_and_nothing_compiles(dtype, quantize_):
     knobs = {"dtype": dtype, "quantize": quantize_, "debug": True, "matmul": "native", "max_num_seqs": 1}
     with tiny_llm(fail_on_compile=True, **knobs) as llm:
@@ -247,6 +249,7 @@ def test_new_weights_are_packed_and_nothing_compiles(dtype, quantize_):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_int8_over_two_devices_is_int8_on_one():
     knobs = {"quantize": "int8", "max_num_seqs": 1}
     with tiny_llm(matmul="xla", **knobs) as one, tiny_llm(num_devices=2, **knobs) as two:

@@ -17,6 +17,7 @@ from quire.device.attention import get_backend
 from quire.device.mesh import make_mesh
 from quire.device.models.padding import padded_config
 from quire.engine.pool_size import default_pool_bytes, host_pages, pool_pages
+from tests.effort import nightly
 from tests.tiny import tiny_config, tiny_llm
 
 MODEL = tiny_config(max_len=64)
@@ -55,8 +56,8 @@ def test_a_budget_without_room_for_a_page_says_so():
     ("attention", "num_devices"),
     [
         ("auto", 1),
-        ("xla", 2),
-        ("reference", 1),
+        nightly("xla", 2),
+        nightly("reference", 1),
     ],
 )
 def test_bytes_of_a_page_are_those_that_the_pool_takes_for_it(attention, num_devices):

@@ -29,7 +29,7 @@ from quire.device.models.weights import (
     restore_params,
 )
 from quire.device.sampler import sample
-from tests.effort import slow
+from tests.effort import nightly, slow
 from tests.tiny import check_schema, tiny_config, tiny_params, tiny_tensors
 
 PLAIN, INT8 = MatmulKind(native=False, int8=False), MatmulKind(native=False, int8=True)
@@ -119,7 +119,7 @@ def logits(config: ModelConfig, num_devices: int, *, kind: MatmulKind = PLAIN, a
 CASES = [
     slow("llama", ODD, 2, "xla"),
     ("llama", ODD, 4, "native"),
-    slow("llama", {}, 4, "xla"),  # 2 KV heads, each twice
+    nightly("llama", {}, 4, "xla"),  # 2 KV heads, each twice
     slow("qwen2", {"num_heads": 7, "num_kv_heads": 1, "tie_embeddings": True}, 4, "xla"),  # 2 query heads each, and one
     slow("qwen3", ODD, 4, "reference"),
     slow("gemma2", {}, 2, "native"),
@@ -127,7 +127,7 @@ CASES = [
     slow("olmo2", {"num_heads": 7, "num_kv_heads": 1}, 4, "xla"),  # its one KV head four times, and a query head twice
     slow("phi3", ODD, 2, "xla"),
     slow("gpt_oss", ODD, 2, "xla"),  # sinks and biases go with their heads
-    *(slow(name, ODD, 4, "xla") for name in ("gemma3", "granite", "mixtral", "qwen2", "qwen3_moe", "smollm3")),
+    *(nightly(name, ODD, 4, "xla") for name in ("gemma3", "granite", "mixtral", "qwen2", "qwen3_moe", "smollm3")),
 ]
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.device import native
 from quire.device.pointwise import add_norm, gate, split_rotated
-from tests.effort import each_isa, examples
+from tests.effort import each_float_isa, examples
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason=str(native.unavailable_reason()))
 few = examples(8)
@@ -30,7 +30,7 @@ def close(found: jax.Array, expected: jax.Array, roundings: int = 1) -> None:
     np.testing.assert_allclose(found64, expected64, rtol=rounding, atol=rounding / 8)
 
 
-@each_isa
+@each_float_isa
 @few
 @given(rows=st.integers(1, 300), width=st.integers(1, 200), dtype=dtypes)
 def test_residual_and_norm(isa, rows, width, dtype):
@@ -41,7 +41,7 @@ def test_residual_and_norm(isa, rows, width, dtype):
     close(normed, expected, roundings=2)
 
 
-@each_isa
+@each_float_isa
 @few
 @given(rows=st.integers(1, 200), width=st.integers(1, 200), dtype=dtypes)
 def test_gate(isa, rows, width, dtype):
@@ -49,7 +49,7 @@ def test_gate(isa, rows, width, dtype):
     close(gate(gate_up, native=True, instruction_set=isa), gate(gate_up, native=False))
 
 
-@each_isa
+@each_float_isa
 def test_gate_of_what_is_far_out(isa):
     far = [0.0, -0.0, 80.0, -80.0, 100.0, -100.0, 1e30, -1e30, np.inf, -np.inf, np.nan]
     gate_up = jnp.stack([jnp.asarray(far, jnp.float32), jnp.ones(len(far))])[None]
@@ -58,7 +58,7 @@ def test_gate_of_what_is_far_out(isa):
     )
 
 
-@each_isa
+@each_float_isa
 @few
 @given(
     tokens=st.integers(1, 60),
@@ -78,7 +78,7 @@ def test_split_and_rotation(isa, tokens, kv_heads, group, half, dtype):
     np.testing.assert_array_equal(found[2], expected[2])
 
 
-@each_isa
+@each_float_isa
 def test_a_row_does_not_depend_on_how_many_there_are(isa):
     x, delta, weight = (normal(jnp.bfloat16, n, 576) for n in (300, 300, 1))
     normed = add_norm(x, delta, weight[0], 1e-5, native=True, instruction_set=isa)[1]

@@ -14,6 +14,7 @@ from quire import LLM, SamplingParams
 from quire.device.mesh import make_mesh, place
 from quire.device.models import weights
 from quire.device.models.weights import params_from_tensors
+from tests.effort import nightly
 from tests.test_weights import aligned_copy
 from tests.tiny import tiny_config, tiny_llm, tiny_tensors
 
@@ -58,7 +59,7 @@ print(json.dumps({"grown": memory("VmHWM") - before, "model": sum(sizes), "large
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the high-water mark of memory from /proc")
 @pytest.mark.parametrize(
     ("dtype", "matmul", "quantize", "most"),
-    [("float32", "xla", "", 3), ("bfloat16", "auto", "", 2), ("bfloat16", "auto", "int8", 4)],
+    [nightly("float32", "xla", "", 3), nightly("bfloat16", "auto", "", 2), ("bfloat16", "auto", "int8", 4)],
 )
 def test_memory_never_holds_the_model_twice_over(dtype, matmul, quantize, most):
     command = [sys.executable, "-c", MEASURE, dtype, matmul, quantize]
@@ -133,7 +134,7 @@ def test_a_failure_in_the_middle_leaves_no_mixture_and_the_next_weights_are_take
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [nightly("float32"), "bfloat16"])
 def test_borrowed_arrays_are_used_where_they_are_and_a_donated_one_is_told(dtype):
     """What the native library packs, in bfloat16, is a copy all the same."""
     config = tiny_config()
