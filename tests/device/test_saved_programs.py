@@ -136,6 +136,18 @@ def test_what_jax_has_in_its_own_cache_is_not_saved_again(cache, traced):
     assert not list(cache.iterdir())
 
 
+def test_after_an_upgrade_programs_are_saved_although_jax_has_the_same_in_its_cache(cache, traced, monkeypatch):
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    first, saved = outputs(), len(list(cache.iterdir()))
+    surroundings = saved_programs._surroundings()
+    monkeypatch.setattr(saved_programs, "_surroundings", lambda: (*surroundings, "another version"))
+    assert outputs() == first
+    assert len(list(cache.iterdir())) == 2 * saved
+    traced.clear()
+    assert outputs() == first
+    assert not traced
+
+
 def test_what_this_jax_cannot_load_is_compiled_again(cache, traced, caplog, monkeypatch):
     first = outputs()
     traced.clear()

@@ -32,4 +32,4 @@ def test_every_program_is_named_before_it_is_ready():
     assert counts == sorted(counts)
     assert counts[0] == 0
     assert calls[-1] == (runner.num_programs, runner.num_programs, "")
-    assert calls[-2][2] == "page tables; copy, poison and move pages"
+    assert calls[0][2] == "page tables; copy, poison and move pages"

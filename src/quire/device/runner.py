@@ -174,22 +174,44 @@ class ModelRunner:
         `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
         and what is being compiled now.
         """
-        moves = () if self._num_host_pages else ("read", "write")
-        small = {name: traced for name, traced in self.programs.trace_page_programs().items() if name[1] not in moves}
-        total = len(self.shapes) + len(small)
+        num_workers = os.cpu_count() or 1
         report = progress or (lambda done, total, what: None)
-        self._compile_steps(lambda what: report(len(self._compiled), total, what))
-        report(len(self._compiled), total, "page tables; copy, poison and move pages")
-        for name, traced in small.items():
-            self._compiled[name] = traced.lower().compile()
+        saved = SavedPrograms(self.programs)
+        pool = ThreadPoolExecutor(num_workers)
+        try:
+            loading = pool.map(
+                saved.load, self.shapes
+            )  # outside the interpreter's lock, while the small ones are traced
+            moves = () if self._num_host_pages else ("read", "write")
+            traced = self.programs.trace_page_programs()
+            small = {name: program for name, program in traced.items() if name[1] not in moves}
+            total = len(self.shapes) + len(small)
+            report(0, total, "page tables; copy, poison and move pages")
+            for name, program in small.items():
+                self._compiled[name] = program.lower().compile()
+            for shape in self.shapes:
+                report(len(self._compiled), total, str(shape))
+                if (program := next(loading)) is not None:
+                    self._compiled[shape] = program
+            missing = [shape for shape in self.shapes if shape not in self._compiled]
+            self._compile_steps(
+                missing, saved, pool, num_workers, lambda what: report(len(self._compiled), total, what)
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is compiling, not for the rest
         if self._host:
             self._measure_moves(self._host[0])
         report(total, total, "")
 
-    def _compile_steps(self, report: Callable[[str], None]) -> None:
-        """Load the program of every step shape, or compile it, as many at once as there are processors."""
-        num_workers = os.cpu_count() or 1
-        saved = SavedPrograms(self.programs)
+    def _compile_steps(
+        self,
+        shapes: Sequence[StepShape],
+        saved: SavedPrograms,
+        pool: ThreadPoolExecutor,
+        num_workers: int,
+        report: Callable[[str], None],
+    ) -> None:
+        """Compile the programs of step shapes, as many at once as there are processors."""
         compiling: dict[Future, StepShape] = {}
 
         def collect() -> None:
@@ -199,25 +221,16 @@ class ModelRunner:
         def report_with(*more: StepShape) -> None:
             report("; ".join(map(str, [*compiling.values(), *more])))
 
-        # XLA compiles outside the interpreter's lock: while one program compiles the next is traced.
-        pool = ThreadPoolExecutor(num_workers)
-        try:
-            loading = pool.map(saved.load, self.shapes)
-            for shape in self.shapes:
-                report(str(shape))
-                if (program := next(loading)) is not None:
-                    self._compiled[shape] = program
-            for shape in [shape for shape in self.shapes if shape not in self._compiled]:
-                report_with(shape)
-                lowered = self.programs.trace(shape).lower()
-                if len(compiling) == num_workers:
-                    collect()
-                compiling[pool.submit(saved.compile, shape, lowered)] = shape
-            while compiling:
-                report_with()
+        # XLA compiles outside the interpreter's lock, too: while one program compiles the next is traced.
+        for shape in shapes:
+            report_with(shape)
+            lowered = self.programs.trace(shape).lower()
+            if len(compiling) == num_workers:
                 collect()
-        finally:
-            pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is compiling, not for the rest
+            compiling[pool.submit(saved.compile, shape, lowered)] = shape
+        while compiling:
+            report_with()
+            collect()
 
     def _measure_moves(self, host: kv_cache.HostPages) -> None:
         nothing = np.full(PAGE_COMMAND_WIDTH, self.num_pages, np.int32)

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.extend.mlir import ir
 
 from quire.device.inputs import StepShape
 from quire.device.native import LIBRARY
@@ -73,6 +74,11 @@ class SavedPrograms:
         (What XLA for CPUs has loaded it serializes without its functions; running that says "Function ... not found".)
         """
         _compiling.is_found = False
+        if self._folder is not None:
+            # JAX's cache may have it from other files of this package, or another knob, under the same name.
+            module: ir.Module = lowered.compiler_ir()
+            with module.context:
+                module.operation.attributes["sym_name"] = ir.StringAttr.get(f"step_{self._path(shape).stem}")
         compiled = lowered.compile()
         if self._folder is not None and not _compiling.is_found:
             try:
