@@ -76,7 +76,7 @@ class SavedPrograms:
         _compiling.is_found = False
         if self._folder is not None:
             # JAX's cache may have it from other files of this package, or another knob, under the same name.
-            module: ir.Module = lowered.compiler_ir()
+            module: Any = lowered.compiler_ir()
             with module.context:
                 module.operation.attributes["sym_name"] = ir.StringAttr.get(f"step_{self._path(shape).stem}")
         compiled = lowered.compile()
