@@ -62,7 +62,7 @@ def dense_runner(model: str, length: int) -> SimpleNamespace:
     def create_cache(num_pages: int) -> kv_cache.KVCache:
         dtype = jnp.dtype(jnp.bfloat16)
         shape = {"num_pages": num_pages, "page_size": length, "dtype": dtype, "mesh": mesh}
-        return kv_cache.create(kv_cache.abstract(statics.backend, loaded.config.attention, **shape))
+        return kv_cache.create_zeros(kv_cache.abstract(statics.backend, loaded.config.attention, **shape))
 
     return SimpleNamespace(
         params=prepare(loaded.config, loaded.params, mesh=mesh, kind=MatmulKind(native=False, int8=False)),

@@ -46,6 +46,16 @@ constexpr int64_t kAlone = 64 << 10;
 // Rows of x that stay in a core's second cache while panel after panel passes over them.
 constexpr int64_t kRowBytes = 768 << 10;
 
+// AMX takes 32 rows by two panels, all others as many rows as they have registers for by up to four.
+bool has_tiles(RunPiece run) {
+#if QUIRE_X86
+  return run == amx_int8 || run == amx_bf16;
+#else
+  (void)run;
+  return false;
+#endif
+}
+
 // One product, or one group's part of a grouped one: some rows by all panels, cut into pieces.
 struct Part {
   RunPiece run;
@@ -56,7 +66,7 @@ struct Part {
   Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr) : run(run), whole(piece), expand(expand) {
     const int64_t panels = num_panels(piece.product->columns), num_rows = piece.end_row - piece.first_row;
     rows_at_once = std::max<int64_t>(64, kRowBytes / piece.x_stride / 32 * 32);
-    panels_at_once = num_rows <= 64 ? 4 : 2;
+    panels_at_once = num_rows > 64 && has_tiles(run) ? 2 : 4;
     if (panels * piece.lines * kLine * num_rows < kAlone) panels_at_once = panels;
     row_tasks = ceil_div(num_rows, rows_at_once);
     panel_tasks = ceil_div(panels, panels_at_once);

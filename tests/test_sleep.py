@@ -132,12 +132,14 @@ def resident_bytes():
 with LLM(sys.argv[1], num_pages=2048, max_num_seqs=4, max_num_batched_tokens=64, quiet=True) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
     runner = llm.engine.runner
+    llm.engine.zero_cache()  # every page has its memory
     given = sum(array.nbytes for array in jax.tree.leaves((runner.params, runner._caches)))
     awake = resident_bytes()
     llm.sleep()
     asleep = resident_bytes()
     llm.wake()
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
+    llm.engine.zero_cache()
     print(f"{given / 2**20:.0f} MiB of weights and pages, {(awake - asleep) / 2**20:.0f} MiB less when asleep, "
           f"{(resident_bytes() - awake) / 2**20:.0f} MiB more when awake again")
     assert awake - asleep >= 0.9 * given

@@ -246,7 +246,7 @@ def _check_type(tensor: gguf.ReaderTensor) -> None:
 
 
 def _dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-    """What `gguf.dequantize` returns, in larger steps: it takes 16 rows, most of whose time is numpy's calls."""
+    """As `gguf.dequantize`, but F16 stays as it is stored, and in larger steps: 16 rows are mostly numpy's calls."""
     if kind.name in ("F32", "F16"):
         return data
     values, num_bytes = gguf.GGML_QUANT_SIZES[kind]

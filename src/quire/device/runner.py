@@ -172,16 +172,15 @@ class ModelRunner:
         """Compile everything that will ever run.
 
         `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
-        and what is being compiled now.
+        and what is loaded or compiled now.
         """
         num_workers = os.cpu_count() or 1
         report = progress or (lambda done, total, what: None)
         saved = SavedPrograms(self.programs)
         pool = ThreadPoolExecutor(num_workers)
         try:
-            loading = pool.map(
-                saved.load, self.shapes
-            )  # outside the interpreter's lock, while the small ones are traced
+            # Outside the interpreter's lock, while the small ones are traced.
+            loading = pool.map(saved.load, self.shapes)
             moves = () if self._num_host_pages else ("read", "write")
             traced = self.programs.trace_page_programs()
             small = {name: program for name, program in traced.items() if name[1] not in moves}

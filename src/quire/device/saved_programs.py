@@ -74,8 +74,9 @@ class SavedPrograms:
         (What XLA for CPUs has loaded it serializes without its functions; running that says "Function ... not found".)
         """
         _compiling.is_found = False
-        if self._folder is not None:
-            # JAX's cache may have it from other files of this package, or another knob, under the same name.
+        if self._folder is not None and self._programs.mesh.devices.flat[0].platform == "cpu":
+            # A name that JAX's cache does not have: it may have the same program, from other files of this package or
+            # another knob, and what comes from there cannot be saved.
             module: Any = lowered.compiler_ir()
             with module.context:
                 module.operation.attributes["sym_name"] = ir.StringAttr.get(f"step_{self._path(shape).stem}")
