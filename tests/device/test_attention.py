@@ -21,7 +21,7 @@ from quire.device.attention.pallas_blocks import Blocks, head_lanes
 from quire.device.attention.pallas_tpu import PallasBackend
 from quire.device.inputs import BatchLayout
 from quire.device.mesh import make_mesh
-from tests.effort import FLOAT_ISAS, daily, examples, slow
+from tests.effort import FLOAT_ISAS, daily, examples, nightly, slow
 
 NATIVE = [f"native {isa}" for isa in FLOAT_ISAS]
 BACKENDS = ["reference", "xla", "xla-rows", *NATIVE]
@@ -203,7 +203,7 @@ def case_of(mix, **more):
 @pytest.mark.parametrize("name", DAILY_BACKENDS)
 @pytest.mark.parametrize("mix", MIXES)
 @pytest.mark.parametrize("window", [slow(None), slow(1), 5, slow(100)])
-@pytest.mark.parametrize("poison", [np.nan, slow(np.inf), slow(-np.inf)])
+@pytest.mark.parametrize("poison", [np.nan, nightly(np.inf), nightly(-np.inf)])
 def test_equals_dense_attention_over_a_poisoned_pool(name, mix, window, poison):
     case_of(mix, poison=poison).run(name, window=window)
 

@@ -282,7 +282,7 @@ def test_padding_and_experts_that_nobody_takes_are_never_looked_at():
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("architecture", [nightly("mixtral"), "gpt_oss"])
 def test_flops_are_those_of_the_tokens_that_are_routed(architecture, monkeypatch):
     """Rows that the library multiplies, counted over a prompt in chunks and decode steps with rows that end early."""
     counted = []

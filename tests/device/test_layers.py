@@ -75,7 +75,9 @@ def test_layers_differ_in_window_heads_head_size_scale_and_rotary_base(attention
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [{"window": 6}, {"rotary": RotaryConfig(theta=2e4)}, {"softmax_scale": 0.3}])
+@pytest.mark.parametrize(
+    "change", [{"window": 6}, nightly({"rotary": RotaryConfig(theta=2e4)}), nightly({"softmax_scale": 0.3})]
+)
 def test_what_one_layer_says_is_heard(change):
     other = dataclasses.replace(LOCAL, **change)
     changed = dataclasses.replace(CONFIG, attention=(LOCAL, other, GLOBAL, LOCAL))

@@ -37,7 +37,7 @@ from tests.device.test_attention import (
     attention_config,
     from_pages,
 )
-from tests.effort import examples, slow
+from tests.effort import examples, nightly, slow
 from tests.tiny import tiny_config, tiny_llm
 
 WITHIN = {"atol": 1e-5, "rtol": 1e-5}
@@ -47,13 +47,13 @@ WITHIN = {"atol": 1e-5, "rtol": 1e-5}
 @pytest.mark.parametrize(
     ("mix", "window"),
     [
-        ("decode", None),
+        nightly("decode", None),
         ("decode", 5),
-        ("prompts", None),
+        nightly("prompts", None),
         ("prompts", 5),
         ("chunk of a longer prompt", 100),
         ("mixed", None),
-        ("mixed", 5),
+        nightly("mixed", 5),
     ],
 )
 def test_equals_dense_attention_over_a_poisoned_pool(mix, window):
@@ -100,9 +100,9 @@ def test_random_decoding_rows_of_which_some_have_ended(lens, window):
     ("head_dim", "group", "dtype"),
     [
         (64, 3, HALF),
-        (128, 1, np.dtype("float32")),
+        nightly(128, 1, np.dtype("float32")),
         (256, 4, HALF),
-        (96, 2, np.dtype("float32")),
+        nightly(96, 2, np.dtype("float32")),
         (64, 70, HALF),
     ],
 )
@@ -114,7 +114,7 @@ def test_any_head_size_and_group(head_dim, group, dtype):
     )
 
 
-@pytest.mark.parametrize("page_size", [slow(1), slow(3), slow(128)])
+@pytest.mark.parametrize("page_size", [nightly(1), slow(3), nightly(128)])
 def test_any_page_size(page_size):
     Case([(150, 1), (90, 70), (17, 17)], page_size=page_size, num_pages=300 // page_size + 8).run("pallas", **WITHIN)
 

@@ -412,7 +412,7 @@ ASKED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 5, 16, 40])
+@pytest.mark.parametrize("rows", [nightly(1), 5, nightly(16), nightly(40)])
 def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
     """Histories of many pages, masks and biases too; 21 samples, so that the last piece overlaps the one before it."""
     num_samples, vocab, page_size, num_pages = 21, 700, 4, 150

@@ -27,7 +27,8 @@ def answers(name: str, pooling: str, tmp_path) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("name", "pooling"), [("qwen3", "last"), ("qwen2", "mean"), nightly("qwen3", "mean"), nightly("qwen2", "last")]
+    ("name", "pooling"),
+    [("qwen3", "last"), nightly("qwen2", "mean"), nightly("qwen3", "mean"), nightly("qwen2", "last")],
 )
 def test_embeddings_equal_hugging_face(name, pooling, tmp_path):
     """In chunks of 64 tokens, all prompts at once."""
