@@ -94,8 +94,8 @@ def test_tokens_do_not_depend_on_drafts(plain, ahead, name):
     [
         {"preemption": "swap", "num_host_pages": 64, "num_pages": 20},
         slow({"preemption": "recompute", "num_pages": 20}),
-        slow({"preemption": "recompute", "num_pages": 40, "page_size": 2, "max_num_batched_tokens": 16}),
-        slow({"attention": "reference", "matmul": "xla"}),
+        nightly({"preemption": "recompute", "num_pages": 40, "page_size": 2, "max_num_batched_tokens": 16}),
+        nightly({"attention": "reference", "matmul": "xla"}),
         nightly({"attention": "xla", "matmul": "xla", "prefix_cache": False}),
         nightly({"deterministic": True, "max_num_batched_tokens": 16}),
     ],
@@ -113,7 +113,7 @@ def test_nor_on_what_happens_to_them(plain, knobs, name):
         assert bool(stats.preemptions) == ("preemption" in knobs)
 
 
-@pytest.mark.parametrize("windows", [(5, None), slow((3, 9))])
+@pytest.mark.parametrize("windows", [(5, None), nightly((3, 9))])
 def test_drafts_in_layers_that_see_a_window(windows):
     config = tiny_config(windows=windows, eos_ids=())
     params = SamplingParams(seed=1, max_tokens=40)

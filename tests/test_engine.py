@@ -14,6 +14,7 @@ from quire.core.errors import AuditError, RequestError
 from quire.core.request import Request
 from quire.device.mesh import make_mesh
 from quire.device.models.weights import place_params
+from tests.effort import nightly
 from tests.tiny import VOCAB, tiny_config, tiny_llm, tiny_params
 
 RNG = np.random.default_rng(0)
@@ -45,7 +46,7 @@ def test_batched_equals_alone(llm, alone):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page_size", "budget"), [(1, 11), (4, 8), (4, 200), (128, 8)])
+@pytest.mark.parametrize(("page_size", "budget"), [nightly(1, 11), (4, 8), (4, 200), nightly(128, 8)])
 def test_chunked_equals_whole_at_any_page_size(alone, budget, page_size):
     with tiny_llm(max_num_batched_tokens=budget, page_size=page_size, num_pages=1024 // page_size, debug=True) as other:
         assert tokens(other.generate(*BOTH)) == alone

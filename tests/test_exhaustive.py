@@ -17,7 +17,7 @@ from quire.core.sequence import Sequence
 from quire.engine.stats import StepTimer
 from tests.histories import History
 
-SECONDS = 60
+SECONDS = 30
 MIN_DEPTH = 6
 
 REQUESTS = [

@@ -110,8 +110,14 @@ def test_a_pool_takes_memory_as_tokens_come():
     assert own_bytes() - before < 128 << 20
 
 
-@pytest.mark.parametrize("attention", ["xla", "reference", "native"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("attention", "dtype"),
+    [
+        ("xla", "float32"), ("native", "bfloat16"),
+        nightly("reference", "float32"), nightly("xla", "bfloat16"), nightly("native", "float32"),
+    ],
+)  # fmt: skip
 def test_what_is_in_new_pages_does_not_matter(attention, dtype, monkeypatch):
     def fill(array):
         value = np.nan if jnp.issubdtype(array.dtype, jnp.floating) else 5  # a token that there is
