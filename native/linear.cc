@@ -145,7 +145,7 @@ class FloatRows {
         char* to = copy_.data() + row * stride();
         const int64_t bytes = inner * (widen_ ? sizeof(float) : itemsize_);
         if (widen_) {
-          widen(from, inner, to);
+          for (int64_t i = 0; i < inner; ++i) reinterpret_cast<float*>(to)[i] = to_float(reinterpret_cast<const Bf16*>(from)[i]);
         } else {
           std::memcpy(to, from, bytes);
         }
@@ -162,15 +162,6 @@ class FloatRows {
 
  private:
   int64_t stride() const { return padded_ * (widen_ ? sizeof(float) : itemsize_); }
-
-  static void widen(const char* from, int64_t count, char* to) {
-    for (int64_t i = 0; i < count; ++i) {
-      uint16_t half;
-      std::memcpy(&half, from + i * sizeof(half), sizeof(half));
-      const uint32_t bits = static_cast<uint32_t>(half) << 16;
-      std::memcpy(to + i * sizeof(bits), &bits, sizeof(bits));
-    }
-  }
 
   int64_t itemsize_;
   bool widen_;

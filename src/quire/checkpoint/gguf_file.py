@@ -47,7 +47,6 @@ NORMALIZED_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
 """Architectures in which llama.cpp divides the weights of a token's experts by their sum; no field says it."""
 MAX_ENTRIES = 1 << 22
 """Of all arrays of metadata: the tokens and merges of the largest vocabularies, a few times over."""
-
 VALUES_AT_ONCE = 1 << 17
 """Expanded in one call: with what it takes meanwhile, as much as a core's cache holds."""
 

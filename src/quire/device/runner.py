@@ -128,15 +128,15 @@ class ModelRunner:
                 "quantize='int4', or None",
                 field="quantize",
             )
-        self._num_host_pages = tuple(num_host_pages)
-        self._caches = self._create_caches()
-        self._host = self._create_host_pages()
-        """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._params = prepare(model, params, mesh=mesh, kind=kind)
         if kind.stored:
             self.programs = replace(self.programs, weights=abstract_like(self._params))
         self._is_complete = True
         """Whether all weights are of one version; not while they are being replaced."""
+        self._caches = self._create_caches()
+        self._num_host_pages = tuple(num_host_pages)
+        self._host = self._create_host_pages()
+        """The pages in host memory, for each pool; none if nothing is ever swapped."""
         self._compiled: dict[StepShape | PageProgram, Callable] = {}
         """The program of each step shape, and those that handle pages, as `Programs` names them."""
         self._defaults = {
@@ -181,7 +181,7 @@ class ModelRunner:
         try:
             # Outside the interpreter's lock, while the small ones are traced.
             loading = pool.map(saved.load, self.shapes)
-            moves = () if self._num_host_pages else ("read", "write")
+            moves = () if self._host else ("read", "write")
             traced = self.programs.trace_page_programs()
             small = {name: program for name, program in traced.items() if name[1] not in moves}
             total = len(self.shapes) + len(small)
