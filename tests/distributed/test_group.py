@@ -25,7 +25,7 @@ SOON_S = 60.0
 
 
 class Exits:
-    """Stands for `os._exit`: remembers that a follower would have ended."""
+    """Stands for `os._exit`: remembers that a process would have ended."""
 
     def __init__(self) -> None:
         self.code: int | None = None
@@ -50,8 +50,8 @@ class Group:
         knobs = {"num_processes": 2, "join_timeout_s": 30} | knobs
         return EngineConfig(process_id=process_id, coordinator=self.coordinator, **knobs)
 
-    def lead(self, facts=FACTS, **knobs) -> Leader:
-        made = Leader(self.config(**knobs), facts)
+    def lead(self, facts=FACTS, exits=None, **knobs) -> Leader:
+        made = Leader(self.config(**knobs), facts, exits or Exits())
         self._closing.callback(made.close)
         self._closing.callback(lambda: [one.connection.close() for one in made._followers.values()])
         return made
@@ -302,6 +302,31 @@ def test_an_error_of_the_leader_in_the_middle_of_a_command_fails_the_group(meet)
         _ = 1 / 0
     assert "process 0: ZeroDivisionError" in str(lead.failure)
     assert exits.wait() == 1
+
+
+def test_a_leader_that_is_stuck_in_jax_when_the_group_fails_ends(meet, capsys):
+    found, exits = [], Exits()
+    lead = meet.lead_beside(partial(caught, meet.follow, found), exits=exits)
+    with lead.inside():
+        found[0]._connection.close()
+        assert exits.wait() == 1
+    assert "the group of processes has failed: process 1 has ended" in capsys.readouterr().err
+
+
+def test_a_leader_that_waits_nowhere_when_the_group_fails_goes_on(meet, monkeypatch):
+    found, exits, looked = [], Exits(), threading.Event()
+    end_if_stuck = Leader._end_if_stuck
+
+    def look(self) -> None:
+        end_if_stuck(self)
+        looked.set()
+
+    monkeypatch.setattr(Leader, "_end_if_stuck", look)
+    lead = meet.lead_beside(partial(caught, meet.follow, found), exits=exits)
+    found[0]._connection.close()
+    assert looked.wait(SOON_S)
+    assert lead.failure
+    assert exits.code is None
 
 
 def test_a_replayed_step_is_never_run(meet, capsys):

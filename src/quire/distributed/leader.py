@@ -58,12 +58,13 @@ class _Follower:
 class Leader:
     """The group as process 0 sees it. One thread commands; any may look at `failure`."""
 
-    def __init__(self, config: EngineConfig, facts: Facts) -> None:
+    def __init__(self, config: EngineConfig, facts: Facts, exit_process: Callable[[int], Any] = os._exit) -> None:
         """Wait for every process. GroupError if one does not come, or does not belong here."""
         assert config.coordinator is not None
         self.failure: GroupError | None = None
         """Why the group has failed, once it has."""
         self._config, self._facts, self._key = config, facts, read_key(config.group_key_file)
+        self._exit_process = exit_process
         self._changed = threading.Condition()
         """Held for what follows; notified when something of it has changed."""
         self._followers: dict[int, _Follower] = {}
@@ -279,7 +280,7 @@ class Leader:
         time.sleep(GRACE_S)
         if self._is_inside:
             print(f"quire: {self.failure}", file=sys.stderr, flush=True)
-            os._exit(1)
+            self._exit_process(1)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
