@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(ROOT / "tests" / "server"):
             item.add_marker("server")
+
+
+_has_lost_worker = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """A worker of pytest-xdist has ended: with an error, if it was not told to."""
+    node.config.stash[_has_lost_worker] = bool(error) or node.config.stash.get(_has_lost_worker, False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Where a worker has died tests were not run: that is not what running the failed ones again can mend."""
+    if session.config.stash.get(_has_lost_worker, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
