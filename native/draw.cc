@@ -29,18 +29,16 @@ int bin_of(float weight) {
 }
 
 struct Scratch {
-  std::vector<float> masked, peaks, weights, likelier, in_bin;
+  std::vector<float> peaks, weights, likelier, in_bin;
   std::vector<double> sums, mass;
   std::vector<int32_t> count;
 };
 
 // -- passes over a row ----------------------------------------------------------------------------------------------
 
-// Tokens whose weights are added up together: the draw first finds the tile, then the token in it.
-constexpr int64_t kTile = 256;
+// Weights of a tile are added up together: the draw first finds the tile, then the token in it.
 
-// The largest logit of each tile.
-QUIRE_INLINE void find_peaks(const float* logits, int64_t vocab, float* peaks) {
+QUIRE_INLINE void peaks_of(const float* logits, int64_t vocab, float* peaks) {
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
     const float* from = logits + tile * kTile;
     Floats most = Floats{} + from[0];
@@ -53,18 +51,6 @@ QUIRE_INLINE void find_peaks(const float* logits, int64_t vocab, float* peaks) {
     for (int64_t lane = 1; lane < kLanes; ++lane) peak = std::max(peak, most[lane]);
     peaks[tile] = peak;
   }
-}
-
-// The logits of the tokens whose bit is set, and -inf for the others; those past the last bit have none.
-QUIRE_INLINE void apply_mask(const float* logits, const uint32_t* mask, int64_t words, int64_t vocab, float* out) {
-  const Floats nothing = Floats{} - std::numeric_limits<float>::infinity();
-  const Words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int64_t num_bits = std::min(vocab, 32 * words);
-  sweep(num_bits, [&](int64_t i, int64_t n) {
-    const Words is_set = (Words{} + (mask[i / 32] >> i % 32)) >> lanes & 1;
-    store(out + i, is_set != 0 ? load(logits + i, n) : nothing, n);
-  });
-  std::fill(out + num_bits, out + vocab, nothing[0]);
 }
 
 QUIRE_INLINE double total_of(Floats x) {
@@ -136,7 +122,6 @@ __attribute__((target("avx512f"))) int64_t collect_avx512(const float* weights, 
 
 // The passes, compiled for one instruction set.
 struct Passes {
-  void (*apply_mask)(const float*, const uint32_t*, int64_t, int64_t, float*);
   void (*find_peaks)(const float*, int64_t, float*);
   void (*weigh)(const float*, int64_t, float, float, float*, double*);
   int64_t (*keep_from)(float, float*, int64_t, double*);
@@ -144,10 +129,7 @@ struct Passes {
 };
 
 #define QUIRE_PASSES(attributes, name)                                                                  \
-  attributes void apply_mask_##name(const float* x, const uint32_t* mask, int64_t words, int64_t vocab, float* out) { \
-    apply_mask(x, mask, words, vocab, out);                                                             \
-  }                                                                                                     \
-  attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { find_peaks(x, vocab, peaks); } \
+  attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { peaks_of(x, vocab, peaks); } \
   attributes void weigh_##name(const float* x, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) { \
     weigh(x, vocab, peak, inv_temperature, weights, sums);                                                      \
   }                                                                                                     \
@@ -163,11 +145,11 @@ QUIRE_PASSES(QUIRE_AVX512, avx512)
 
 Passes passes_for(Isa isa) {
 #if QUIRE_X86
-  if (isa >= Isa::kAvx512) return {apply_mask_avx512, find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
-  if (isa == Isa::kAvx2) return {apply_mask_avx2, find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
+  if (isa >= Isa::kAvx512) return {find_peaks_avx512, weigh_avx512, keep_from_avx512, collect_avx512};
+  if (isa == Isa::kAvx2) return {find_peaks_avx2, weigh_avx2, keep_from_avx2, collect};
 #endif
   (void)isa;
-  return {apply_mask_plain, find_peaks_plain, weigh_plain, keep_from_plain, collect};
+  return {find_peaks_plain, weigh_plain, keep_from_plain, collect};
 }
 
 // -- top-k and top-p ------------------------------------------------------------------------------------------------
@@ -211,14 +193,14 @@ struct Threshold {
   int64_t num_above, num_ties;
 };
 
-Threshold find_threshold(const Passes& passes, const Draw& args, int64_t row, double total, Scratch& scratch) {
-  const bool by_count = args.top_k[row] > 0 && args.top_k[row] < args.vocab;
-  const double top_p = args.top_p[row];
+Threshold find_threshold(const Passes& passes, const Draw& how, int64_t vocab, double total, Scratch& scratch) {
+  const bool by_count = how.top_k > 0 && how.top_k < vocab;
+  const double top_p = how.top_p;
   float least = std::numeric_limits<float>::min();  // what weighs nothing is never drawn
   // Tokens below this weigh less than 1 - top_p together, so those above it reach top_p.
-  if (!by_count) least = std::max(least, static_cast<float>(0.999 * (1.0 - top_p) * total / args.vocab));
-  scratch.likelier.resize(args.vocab);
-  const int64_t num = passes.collect(scratch.weights.data(), args.vocab, least, scratch.likelier.data());
+  if (!by_count) least = std::max(least, static_cast<float>(0.999 * (1.0 - top_p) * total / vocab));
+  scratch.likelier.resize(vocab);
+  const int64_t num = passes.collect(scratch.weights.data(), vocab, least, scratch.likelier.data());
   scratch.count.assign(kNumBins, 0);
   scratch.mass.assign(kNumBins, 0.0);
   for (int64_t i = 0; i < num; ++i) {
@@ -228,9 +210,9 @@ Threshold find_threshold(const Passes& passes, const Draw& args, int64_t row, do
   }
 
   int64_t limit = num;
-  Threshold out{0.0f, args.vocab, 0};
+  Threshold out{0.0f, vocab, 0};
   if (by_count) {
-    limit = std::min<int64_t>(num, args.top_k[row]);
+    limit = std::min<int64_t>(num, how.top_k);
     const Edge edge = walk(scratch, num, [&](int64_t count, double) { return count >= limit; });
     out = {edge.weight, edge.num_above, limit - edge.num_above};
     total = edge.mass_above + out.num_ties * static_cast<double>(edge.weight);
@@ -282,42 +264,29 @@ std::pair<int64_t, double> invert(const T* values, int64_t n, double point) {
   return {last, static_cast<double>(values[last])};
 }
 
-void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scratch) {
-  const int64_t vocab = args.vocab, num_tiles = (vocab + kTile - 1) / kTile;
-  const float* logits = args.logits + row * vocab;
-  if (args.inv_temperature[row] < 0) {
-    args.token[row] = args.num_kept[row] = 0;
-    args.peak[row] = args.mass[row] = 1;
-    return;
-  }
-  if (args.has_mask[row]) {
-    scratch.masked.resize(vocab);
-    passes.apply_mask(logits, args.mask + row * args.words, args.words, vocab, scratch.masked.data());
-    logits = scratch.masked.data();
-  }
+Drawn draw_row(const Passes& passes, const float* logits, int64_t vocab, const Draw& how, Scratch& scratch) {
+  const int64_t num_tiles = ceil_div(vocab, kTile);
   scratch.peaks.resize(num_tiles);
   passes.find_peaks(logits, vocab, scratch.peaks.data());
   const auto first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());
-  const float peak = args.peak[row] = *first_peak;
-  if (args.inv_temperature[row] == 0) {
+  const float peak = *first_peak;
+  if (how.inv_temperature == 0) {
     const float* from = logits + (first_peak - scratch.peaks.begin()) * kTile;
-    args.token[row] = std::min<int64_t>(std::find(from, logits + vocab, peak) - logits, vocab - 1);
-    args.num_kept[row] = 1;
-    args.mass[row] = 1;
-    return;
+    return {std::min<int64_t>(std::find(from, logits + vocab, peak) - logits, vocab - 1), peak, 1, 1, 1};
   }
 
   scratch.weights.resize(vocab);
   scratch.sums.resize(num_tiles);
   float* weights = scratch.weights.data();
-  passes.weigh(logits, vocab, peak, args.inv_temperature[row], weights, scratch.sums.data());
+  passes.weigh(logits, vocab, peak, how.inv_temperature, weights, scratch.sums.data());
   double total = std::accumulate(scratch.sums.begin(), scratch.sums.end(), 0.0);
+  const float whole_mass = total;
   int64_t num_kept = vocab;
-  const bool is_cut = (args.top_k[row] > 0 && args.top_k[row] < vocab) || args.top_p[row] < 1;
-  if (total > 0 && (is_cut || args.min_p[row] > 0)) {
+  const bool is_cut = (how.top_k > 0 && how.top_k < vocab) || how.top_p < 1;
+  if (total > 0 && (is_cut || how.min_p > 0)) {
     Threshold threshold{0.0f, vocab, 0};
-    if (is_cut) threshold = find_threshold(passes, args, row, total, scratch);
-    num_kept = passes.keep_from(std::max(threshold.weight, args.min_p[row]), weights, vocab, scratch.sums.data());
+    if (is_cut) threshold = find_threshold(passes, how, vocab, total, scratch);
+    num_kept = passes.keep_from(std::max(threshold.weight, how.min_p), weights, vocab, scratch.sums.data());
     const int64_t enough = threshold.num_above + threshold.num_ties;
     if (num_kept > enough) {  // of those at the threshold, the last ones are too many
       for (int64_t i = vocab - 1; num_kept > enough; --i) {
@@ -329,13 +298,12 @@ void draw_row(const Passes& passes, const Draw& args, int64_t row, Scratch& scra
     }
     total = std::accumulate(scratch.sums.begin(), scratch.sums.end(), 0.0);
   }
-  args.num_kept[row] = num_kept;
-  args.mass[row] = total;
-  args.token[row] = vocab - 1;
-  if (!(total > 0)) return;  // not a number: whatever is drawn, it exists
-  const auto [tile, rest] = invert(scratch.sums.data(), num_tiles, args.uniform[row] * total);
+  Drawn drawn{vocab - 1, peak, num_kept, static_cast<float>(total), whole_mass};
+  if (!(total > 0)) return drawn;  // not a number: whatever is drawn, it exists
+  const auto [tile, rest] = invert(scratch.sums.data(), num_tiles, how.uniform * total);
   const int64_t begin = tile * kTile;
-  args.token[row] = begin + invert(weights + begin, std::min(kTile, vocab - begin), rest).first;
+  drawn.token = begin + invert(weights + begin, std::min(kTile, vocab - begin), rest).first;
+  return drawn;
 }
 
 }  // namespace
@@ -350,12 +318,13 @@ float uniform_of(const uint32_t seed[2], int32_t index, int32_t position) {
   return number - 1;
 }
 
-void draw(Isa isa, const Draw& args, const Threads& threads) {
-  const Passes passes = passes_for(isa);
-  threads.run(args.num_rows, [&](int64_t row) {
-    static thread_local Scratch scratch;
-    draw_row(passes, args, row, scratch);
-  });
+void find_peaks(Isa isa, const float* logits, int64_t vocab, float* peaks) {
+  passes_for(isa).find_peaks(logits, vocab, peaks);
+}
+
+Drawn draw(Isa isa, const float* logits, int64_t vocab, const Draw& how) {
+  static thread_local Scratch scratch;
+  return draw_row(passes_for(isa), logits, vocab, how, scratch);
 }
 
 }  // namespace quire

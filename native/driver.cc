@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "draw.h"
 #include "driver.h"
 #include "linear.h"
 #include "pointwise.h"
@@ -310,79 +309,6 @@ double run_grouped(Isa isa, bool narrow) {
   return worse(worst, run_mxfp4(isa, narrow, groups, x, rows, inner, columns));
 }
 
-// Rows of random logits, many of them equal: the share of rows whose draw is not among what sorting would keep.
-double run_draw(Isa isa) {
-  const int64_t rows = pick(1, 4), vocab = pick(1, 700);
-  std::vector<float> logits(rows * vocab), inv_temperature(rows), top_p(rows), min_p(rows), uniform(rows), peak(rows), mass(rows);
-  std::vector<int32_t> top_k(rows), token(rows), num_kept(rows);
-  for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
-  for (int64_t row = 0; row < rows; ++row) {
-    inv_temperature[row] = pick_of<float>({0.0f, 1.0f, 0.3f});
-    top_k[row] = pick_of<int64_t>({0, 1, pick(1, vocab + 1)});
-    top_p[row] = pick_of<float>({1.0f, 0.95f, pick(1, 99) / 100.0f});
-    min_p[row] = pick_of<float>({0.0f, 0.0f, pick(1, 99) / 100.0f});
-    uniform[row] = pick_of<float>({0.0f, 1.0f - 0x1p-24f, pick(0, 99) / 100.0f});
-  }
-  const int64_t words = (vocab + 31) / 32;
-  const std::unique_ptr<bool[]> has_mask(new bool[rows]);
-  std::vector<uint32_t> mask(rows * words);
-  std::vector<float> allowed = logits;
-  for (int64_t row = 0; row < rows; ++row) {
-    has_mask[row] = pick(0, 1);
-    for (int64_t word = 0; word < words; ++word) mask[row * words + word] = pick(0, 0xFFFFFFFF);
-    mask[row * words] |= 1;
-    for (int64_t i = 0; has_mask[row] && i < vocab; ++i)
-      if (!(mask[row * words + i / 32] >> i % 32 & 1)) allowed[row * vocab + i] = -std::numeric_limits<float>::infinity();
-  }
-  quire::draw(isa,
-              {rows, vocab, logits.data(), has_mask.get(), mask.data(), words, inv_temperature.data(), top_k.data(), top_p.data(), min_p.data(), uniform.data(),
-               token.data(), peak.data(), num_kept.data(), mass.data()},
-              {2, run_on_threads});
-  double wrong = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* from = allowed.data() + row * vocab;
-    std::vector<int64_t> order(vocab);
-    for (int64_t i = 0; i < vocab; ++i) order[i] = i;
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return from[a] > from[b]; });
-    if (inv_temperature[row] == 0) {
-      wrong += token[row] != order[0];
-      continue;
-    }
-    const auto weight = [&](int64_t i) { return std::exp(double(from[i] - from[order[0]]) * inv_temperature[row]); };
-    if (top_k[row] > 0 && top_k[row] < vocab) order.resize(top_k[row]);
-    double total = 0, before = 0;
-    for (const int64_t i : order) total += weight(i);
-    int64_t least = 0, most = 0;  // within rounding of an edge either side will do
-    bool found = false;
-    for (const int64_t i : order) {
-      const bool heavy = weight(i) > 0 && weight(i) >= min_p[row] * (1 + 1e-6);
-      least += heavy && (top_p[row] == 1 || before < top_p[row] * total * (1 - 1e-6));
-      if (weight(i) >= min_p[row] * (1 - 1e-6) && (top_p[row] == 1 || before < top_p[row] * total * (1 + 1e-6))) {
-        most += 1;
-        found = found || (i == token[row] && weight(i) > 0);
-      }
-      before += weight(i);
-    }
-    wrong += !found || num_kept[row] < least || num_kept[row] > most;
-  }
-  return wrong / rows;
-}
-
-// Whether counters give the numbers that JAX gives them, to the last bit.
-bool run_uniform() {
-  const struct {
-    uint32_t seed[2];
-    int32_t index, position;
-    float expected;
-  } cases[] = {{{0, 0}, 0, 0, 0x1.2181580000000p-2f},
-               {{1, 2}, 3, 4, 0x1.8d40e00000000p-3f},
-               {{0xFFFFFFFF, 0x12345678}, 127, 0x7FFFFFFF, 0x1.8ef89c0000000p-1f},
-               {{0, 7}, 0x7FFFFFFF, 131072, 0x1.b852c00000000p-1f}};
-  bool good = true;
-  for (const auto& one : cases) good = good && quire::uniform_of(one.seed, one.index, one.position) == one.expected;
-  return good;
-}
-
 // Every output against a loop in double precision; the worst error, where 1 is what is allowed.
 double run_pointwise(Isa isa, bool narrow) {
   const quire::Threads threads{3, run_on_threads};
@@ -469,6 +395,8 @@ int main(int argc, char** argv) {
     double wrong = 0;
     for (int step = 0; step < steps; ++step) wrong += run_draw(isa);
     std::printf("%-12s draw     %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
+    for (int step = 0; step < steps; ++step) wrong += run_sample(isa);
+    std::printf("%-12s sample   %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
     good = good && wrong == 0;
   }
   const bool is_uniform = run_uniform();

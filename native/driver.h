@@ -95,4 +95,9 @@ inline void run_on_threads(int64_t n, const std::function<void(int64_t)>& task) 
 // In driver_blocked.cc: one matmul with blocked weights.
 double run_blocked(quire::Isa isa, bool narrow);
 
+// In driver_sample.cc.
+double run_draw(quire::Isa isa);
+double run_sample(quire::Isa isa);
+bool run_uniform();
+
 }  // namespace driver

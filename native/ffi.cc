@@ -2,10 +2,8 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
-#include <vector>
 
 #include "attention.h"
-#include "draw.h"
 #include "ffi.h"
 #include "linear.h"
 #include "pointwise.h"
@@ -295,35 +293,6 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats s
   return ffi::Error::Success();
 }
 
-// -- sampling -----------------------------------------------------------------------------------------------------
-
-ffi::Error draw(ffi::ThreadPool pool, Floats logits, Bools has_mask, Words mask, Floats inv_temperature, Ints top_k, Floats top_p, Floats min_p,
-                Words seed, Ints index, Ints position, ffi::Result<Ints> token, ffi::Result<Floats> peak, ffi::Result<Ints> num_kept,
-                ffi::Result<Floats> mass, std::string_view isa_name) {
-  quire::Isa isa;
-  if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
-  if (logits.dimensions().size() != 2 || logits.dimensions()[1] < 1)
-    return ffi::Error::InvalidArgument("quire_draw: logits must be [S, V]");
-  const int64_t rows = logits.dimensions()[0];
-  if (mask.dimensions().size() != 2 || mask.dimensions()[0] != rows || !has_shape(has_mask, {rows}))
-    return ffi::Error::InvalidArgument("quire_draw: a row has words of a mask, and says whether it has one");
-  bool fits = has_shape(seed, {rows, 2});
-  for (const Ints* buffer : {&top_k, &index, &position, &*token, &*num_kept}) fits = fits && has_shape(*buffer, {rows});
-  for (const Floats* buffer : {&inv_temperature, &top_p, &min_p, &*peak, &*mass})
-    fits = fits && has_shape(*buffer, {rows});
-  if (!fits) return ffi::Error::InvalidArgument("quire_draw: a row has a seed of two words, and one of everything else");
-  std::vector<float> uniform(rows);
-  for (int64_t row = 0; row < rows; ++row)
-    uniform[row] = quire::uniform_of(seed.typed_data() + 2 * row, index.typed_data()[row], position.typed_data()[row]);
-  quire::draw(isa,
-              {rows, logits.dimensions()[1], logits.typed_data(), has_mask.typed_data(), mask.typed_data(),
-               mask.dimensions()[1], inv_temperature.typed_data(), top_k.typed_data(),
-               top_p.typed_data(), min_p.typed_data(), uniform.data(), token->typed_data(), peak->typed_data(),
-               num_kept->typed_data(), mass->typed_data()},
-              threads_of(pool));
-  return ffi::Error::Success();
-}
-
 }  // namespace
 
 // What the library shows: the handlers that Python registers, and what it asks the library about itself.
@@ -431,25 +400,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_rotate, rotate,
                                   .Ret<ffi::AnyBuffer>()  // q
                                   .Ret<ffi::AnyBuffer>()  // k
                                   .Ret<ffi::AnyBuffer>()  // v
-                                  .Attr<std::string_view>("isa"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_draw, draw,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<Floats>()  // logits
-                                  .Arg<Bools>()   // has_mask
-                                  .Arg<Words>()   // mask
-                                  .Arg<Floats>()  // inv_temperature
-                                  .Arg<Ints>()    // top_k
-                                  .Arg<Floats>()  // top_p
-                                  .Arg<Floats>()  // min_p
-                                  .Arg<Words>()   // seed
-                                  .Arg<Ints>()    // index
-                                  .Arg<Ints>()    // position
-                                  .Ret<Ints>()    // token
-                                  .Ret<Floats>()  // peak
-                                  .Ret<Ints>()    // num_kept
-                                  .Ret<Floats>()  // mass
                                   .Attr<std::string_view>("isa"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_allocate, [](ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); },

@@ -14,15 +14,14 @@ from quire.core.sequence import Sequence
 from quire.device import native
 from quire.device.inputs import default_samples, mask_words, with_defaults
 from quire.device.sampler import (
-    ASKING_AT_ONCE,
     PAGES_AT_ONCE,
     TILE,
     _count_seen,
     _cut_sigma,
     _deviation,
     _draw_tiled,
-    draw_native,
     sample,
+    sample_natively,
     take_likeliest,
     uniform,
 )
@@ -179,9 +178,9 @@ ASKING = [
 
 
 @each_draw
-@pytest.mark.parametrize("num_asking", [0, 1, ASKING_AT_ONCE, ASKING_AT_ONCE + 1, 9])
+@pytest.mark.parametrize("num_asking", [0, 1, 5, 9])
 def test_rows_that_ask_for_more_than_a_draw_are_what_they_are_alone_and_so_are_the_others(native, num_asking):
-    """Wherever they are among nine, some with masks: natively they are taken by themselves, a few at a time."""
+    """Wherever they are among nine, some with masks."""
     rng = np.random.default_rng(num_asking)
     asking = set(rng.permutation(9)[:num_asking].tolist())
     params = [SamplingParams(seed=i, **ASKING[i % len(ASKING)] if i in asking else {}) for i in range(9)]
@@ -350,41 +349,73 @@ def test_what_is_cut_is_what_sorting_would_cut(kind):
 @each_float_isa
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_native_draw_is_where_the_number_points_among_what_sorting_keeps(kind, isa):
-    """Against float64, row by row: how many are kept, what they weigh, and the token whose stretch holds the point."""
+    """Against float64, row by row: which are kept, what they weigh, and the token whose stretch holds the point."""
     x, top_k, top_p = random_cuts(kind)
     rng = np.random.default_rng(4)
     temperature = rng.choice([0.0, 0.3, 1.0, 1.0, 2.5], size=len(x)).astype(np.float32)
     min_p = rng.choice([0.0, 0.0, 0.0, 1e-3, 0.6], size=len(x)).astype(np.float32)
+    everybody = np.ones(len(x), np.bool_)
     chosen = {"temperature_S": temperature, "top_k_S": top_k, "top_p_S": top_p, "min_p_S": min_p}
+    chosen |= {"want_logprobs_S": everybody, "want_top_S": everybody}
     made = dataclasses.replace(inputs([SamplingParams(seed=i) for i in range(len(x))]), **chosen)
     is_allowed = rng.random(x.shape) < rng.choice([0.0, 0.01, 0.9, 1.0], size=(len(x), 1))  # 1.0: a row without a mask
     is_allowed[:, 7] = True
     allowed = [None if row.all() else np.flatnonzero(row).tolist() for row in is_allowed]
     made = with_defaults(with_masks(made, allowed, x.shape[1]), default_samples(*x.shape))
-    drawn = jax.tree.map(np.asarray, jax.jit(partial(draw_native, instruction_set=isa))(x, made))
+    no_history = np.zeros((1, 1), np.int32)
+    out = jax.jit(partial(sample_natively, instruction_set=isa))(x, made, no_history, no_history)
+    out = jax.tree.map(lambda array: np.asarray(array)[:, 0], out)
     numbers = np.asarray(jax.jit(uniform)(made), np.float64)
     x = np.where(is_allowed, x, -np.inf)
-    np.testing.assert_array_equal(drawn.peak_S, x.max(axis=1))
     for row in range(len(x)):
+        token, num_listed = out.tokens_SR[row], np.isfinite(out.processed_top_logprobs_SRX[row]).sum()
+        order = np.argsort(-x[row], kind="stable")[:20]
+        np.testing.assert_array_equal(out.processed_top_ids_SRX[row][:num_listed], order[:num_listed])
         if temperature[row] == 0:
-            assert (drawn.tokens_S[row], drawn.num_kept_S[row], drawn.mass_S[row]) == (x[row].argmax(), 1, 1)
+            assert (token, num_listed, out.kept_mass_SR[row]) == (x[row].argmax(), 1, 1)
+            assert out.processed_logprobs_SR[row] == 0
             continue
         weights = np.exp((x[row] - x[row].max()).astype(np.float64) / temperature[row])
+        whole = weights.sum()
         weights[weights < 2.0**-126] = 0
         surely, perhaps = sorted_cut(weights, top_k[row], top_p[row])
         surely = surely[weights[surely] > min_p[row] * (1 + 1e-6)]
         perhaps = perhaps[weights[perhaps] >= min_p[row] * (1 - 1e-6)]
-        assert (weights[surely] > 0).sum() <= drawn.num_kept_S[row] <= len(perhaps)
-        assert drawn.tokens_S[row] in perhaps
-        assert weights[drawn.tokens_S[row]] > 0
+        assert min((weights[surely] > 0).sum(), 20) <= num_listed <= len(perhaps)
+        assert token in perhaps
+        assert weights[token] > 0
         if len(surely) == len(perhaps):
             kept = np.zeros_like(weights)
             kept[surely] = weights[surely]
             ends = np.cumsum(kept)
-            np.testing.assert_allclose(drawn.mass_S[row], ends[-1], rtol=2e-6)
-            point, token = numbers[row] * ends[-1], drawn.tokens_S[row]
+            np.testing.assert_allclose(out.kept_mass_SR[row], ends[-1] / whole, rtol=4e-6)
+            np.testing.assert_allclose(
+                out.processed_logprobs_SR[row], np.log(weights[token] / ends[-1]), rtol=1e-5, atol=1e-5
+            )
+            point = numbers[row] * ends[-1]
             slack = 1e-6 * ends[-1]
             assert ends[token] - kept[token] - slack <= point <= ends[token] + slack
+
+
+@each_float_isa
+def test_what_is_sampled_natively_is_what_xla_samples(isa):
+    """Everything that a sample may ask for, at random, of histories of many pages: also what is asked for by nobody."""
+    x, made, tokens_MZ, page_table_BP = random_samples(64)
+    xla = jitted(x, made, tokens_MZ, page_table_BP)
+    out = jax.jit(partial(sample_natively, instruction_set=isa))(x, made, tokens_MZ, page_table_BP)
+    np.testing.assert_array_equal(out.tokens_SR, xla.tokens_SR)
+    for name in ("logprobs_SR", "processed_logprobs_SR", "kept_mass_SR"):
+        asked = made.want_logprobs_S
+        np.testing.assert_allclose(getattr(out, name)[asked], getattr(xla, name)[asked], rtol=1e-5, atol=2e-5)
+        np.testing.assert_array_equal(getattr(out, name)[~asked], float(name == "kept_mass_SR"))
+    asked = made.want_top_S
+    for kind in ("top", "processed_top"):
+        ids, values = (getattr(out, f"{kind}_{what}_SRX") for what in ("ids", "logprobs"))
+        np.testing.assert_allclose(values[asked], getattr(xla, f"{kind}_logprobs_SRX")[asked], rtol=1e-5, atol=2e-5)
+        is_there = np.isfinite(values[asked])
+        np.testing.assert_array_equal(ids[asked][is_there], getattr(xla, f"{kind}_ids_SRX")[asked][is_there])
+        assert not ids[~asked].any()
+        assert not values[~asked].any()
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, *EACH_CUT], ids=str)
@@ -411,11 +442,9 @@ ASKED = {
 """What a sample may ask for, as it is most often and otherwise."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rows", [nightly(1), 5, nightly(16), nightly(40)])
-def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
-    """Histories of many pages, masks and biases too; 21 samples, so that the last piece overlaps the one before it."""
-    num_samples, vocab, page_size, num_pages = 21, 700, 4, 150
+def random_samples(num_samples: int):
+    """Logits, samples that ask for this and that, and histories of many pages: what `sample` takes."""
+    vocab, page_size, num_pages = 700, 4, 150
     rng = np.random.default_rng(5)
     x = np.round(logits(num_samples, vocab=vocab) * 4) / 4  # with ties
     tokens_MZ = rng.integers(0, vocab, (300, page_size)).astype(np.int32)
@@ -424,7 +453,8 @@ def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
     asked = {
         name: rng.choice(values, num_samples).astype(getattr(defaults, name).dtype) for name, values in ASKED.items()
     }
-    asked["temperature_S"][4] = 0  # as the packer has it for a sample that is scored
+    is_scored = np.arange(num_samples) % 5 == 4
+    asked["temperature_S"][4] = 0  # as the packer has it for a sample that is scored by the model only
     made = dataclasses.replace(
         defaults,
         **asked,
@@ -435,11 +465,21 @@ def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
         bias_ids_SE=np.where(rng.random(defaults.bias_ids_SE.shape) < 0.01, 7, defaults.bias_ids_SE),
         bias_SE=np.ones_like(defaults.bias_SE),
         mask_SW=rng.integers(0, 2**32, defaults.mask_SW.shape, np.uint32) | np.uint32(1),
-        target_S=np.where(np.arange(num_samples) == 4, 9, defaults.target_S),
+        target_S=np.where(is_scored, rng.integers(0, vocab, num_samples), defaults.target_S).astype(np.int32),
         has_mask_S=rng.random(num_samples) < 0.5,
-        want_logprobs_S=np.ones(num_samples, np.bool_),
-        want_top_S=np.ones(num_samples, np.bool_),
+        want_logprobs_S=np.arange(num_samples) % 3 > 0,
+        want_top_S=np.arange(num_samples) % 3 > 1,
     )
+    return x, made, tokens_MZ, page_table_BP
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [nightly(1), 5, nightly(16), nightly(40)])
+def test_a_few_rows_at_a_time_draw_what_all_rows_do(rows):
+    """21 samples, so that the last piece overlaps the one before it."""
+    x, made, tokens_MZ, page_table_BP = random_samples(21)
+    everybody = np.ones(21, np.bool_)
+    made = dataclasses.replace(made, want_logprobs_S=everybody, want_top_S=everybody)
     whole = jitted(x, made, tokens_MZ, page_table_BP)
     pieces = jitted(x, made, tokens_MZ, page_table_BP, rows_at_once=rows)
     np.testing.assert_array_equal(pieces.tokens_SR, whole.tokens_SR)

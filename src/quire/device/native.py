@@ -30,7 +30,7 @@ HANDLERS = (
     "quire_add_norm",
     "quire_rotate",
     "quire_gate",
-    "quire_draw",
+    "quire_sample",
 )
 """The library's XLA handlers: each is a target of `jax.ffi.ffi_call` under its own name."""
 

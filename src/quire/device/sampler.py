@@ -3,12 +3,13 @@
 One uniform number per token, made from a counter (seed, sequence index, position): a token does not depend on its batch
 mates, on chunking or on how often the sequence was preempted. It is turned into a token by the inverse of the
 cumulative distribution in vocabulary order, which costs one pass: first the tile of 256 tokens, then the token in it.
-On a CPU `native/draw.cc` does it all while a row is in the cache.
 
 Penalties come first, then the bias, the mask, top-n-sigma, temperature, top-k, top-p of what is left, min-p. Which
 tokens a row has seen is read from its own pages, which carry token ids beside their KV. What no sample needs is
-skipped at run time (`lax.cond`), so that one program serves every mix of requests. A row that asks for more than a draw
-costs only itself: on a CPU such rows are taken by themselves, elsewhere with the few that are in one piece with it.
+skipped at run time (`lax.cond`), so that one program serves every mix of requests.
+
+On a CPU `native/sample.cc` does all of it to one row after another, while a row is in the cache: what a row asks for
+costs only itself. Elsewhere it costs the few that are in one piece with it (`rows_at_once`).
 """
 
 import math
@@ -28,8 +29,6 @@ from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
 SMALLEST_TILE = 32
-ASKING_AT_ONCE = 4
-"""Rows with penalties, biases or alternatives that are taken together, on a CPU."""
 PAGES_AT_ONCE = 64
 """Pages of each row that penalties look at in one go."""
 MIN_TEMPERATURE = 1e-20
@@ -39,10 +38,6 @@ MIN_TEMPERATURE = 1e-20
 CUTS = ("top_k_S", "top_p_S", "min_p_S")
 ROUNDING = 1e-6
 """Two tokens whose log-probabilities differ by less may have the same weight in float32."""
-
-
-DrawRows = Callable[[jax.Array, SampleInputs], StepOutput]
-"""Everything that rows may ask for, by their logits."""
 
 
 class Drawn(NamedTuple):
@@ -77,9 +72,9 @@ def sample(
     `native` where the library is there to help. `rows_at_once` makes a loop over so many samples: what is computed on
     the way takes that much less memory, and on a TPU fits in the vector memory. None is for all of them.
     """
-    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, native=native)
     if native:
-        return _sample_natively(logits_SV, inputs, draw_rows)
+        return sample_natively(logits_SV, inputs, tokens_MZ, page_table_BP)
+    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
     if rows_at_once is None:
         return draw_rows(logits_SV, inputs)
     num_samples = logits_SV.shape[0]
@@ -94,27 +89,19 @@ def sample(
     return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1))
 
 
-def _sample_natively(logits_SV: jax.Array, inputs: SampleInputs, draw_rows: DrawRows) -> StepOutput:
-    """Draw and score all rows in one go, and those that ask for more than that once more, a few at a time."""
-    num_samples = logits_SV.shape[0]
-    rows = min(ASKING_AT_ONCE, num_samples)
-    asks_S = _has_penalty(inputs) | jnp.any(inputs.bias_ids_SE != INVALID, axis=-1) | (inputs.top_n_sigma_S > 0)
-    # Alternatives cost a sort of every row that is in the call, so few rows are better taken by themselves.
-    few_tops = 4 * jnp.sum(inputs.want_top_S, dtype=jnp.int32) <= num_samples
-    asks_S |= inputs.want_top_S & (few_tops | inputs.has_mask_S)  # the native draw leaves the logits without the mask
-    order_S = jnp.argsort(~asks_S, stable=True)  # who asks comes first
-
-    def advance(piece: jax.Array, output: StepOutput) -> StepOutput:
-        start = jnp.minimum(piece * rows, num_samples - rows)  # the last piece may begin in the one before it
-        index_R = lax.dynamic_slice_in_dim(order_S, start, rows)
-        drawn = draw_rows(logits_SV[index_R], jax.tree.map(lambda x: x[index_R], inputs))
-        return jax.tree.map(lambda all_, new: all_.at[index_R].set(new), output, drawn)
-
-    at_once = replace(inputs, want_top_S=inputs.want_top_S & ~few_tops)
-    drawn = _draw_and_score(logits_SV, logits_SV, at_once, native=True)
-    plain = _output(drawn, _score(logits_SV, drawn.tokens_S, at_once, native=True))
-    num_asking = jnp.sum(asks_S, dtype=jnp.int32)
-    return lax.fori_loop(0, -(-num_asking // rows), advance, plain)
+def sample_natively(
+    logits_SV: jax.Array,
+    inputs: SampleInputs,
+    tokens_MZ: jax.Array,
+    page_table_BP: jax.Array,
+    *,
+    instruction_set: str = "",
+) -> StepOutput:
+    """`sample` by `native/sample.cc`. What nobody asked for is 0, and a kept mass 1."""
+    output, treedef = jax.tree.flatten(jax.eval_shape(partial(StepOutput.empty, len(logits_SV), 1)))
+    fields = (getattr(inputs, name) for name in SAMPLE_FIELDS if name != "packed_index_S")
+    call = jax.ffi.ffi_call("quire_sample", output)
+    return jax.tree.unflatten(treedef, call(logits_SV, tokens_MZ, page_table_BP, *fields, isa=instruction_set))
 
 
 def sample_and_score(
@@ -159,8 +146,6 @@ def _sample_rows(
     inputs: SampleInputs,
     tokens_MZ: jax.Array,
     page_table_BP: jax.Array,
-    *,
-    native: bool,
 ) -> StepOutput:
     """`sample`, all rows at once."""
     is_penalised = jnp.any(_has_penalty(inputs))
@@ -177,8 +162,8 @@ def _sample_rows(
     processed_SV = lax.cond(is_penalised | is_biased | has_mask, process, lambda: logits_SV)
     is_cut = jnp.any(inputs.top_n_sigma_S > 0)
     cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
-    drawn = _draw_and_score(cut_SV, processed_SV, inputs, native)
-    return _output(drawn, _score(logits_SV, drawn.tokens_S, inputs, native))
+    drawn = _draw_and_score(cut_SV, processed_SV, inputs)
+    return _output(drawn, _score(logits_SV, drawn.tokens_S, inputs))
 
 
 def _output(drawn: "Scored", model: "Scored") -> StepOutput:
@@ -209,7 +194,7 @@ class Scored(NamedTuple):
     top_logprobs_SX: jax.Array
 
 
-def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
+def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs) -> Scored:
     """Draw, or take the token that is given; scored under what is drawn from.
 
     That is `cut_SV` after temperature, top-k, top-p and min-p; `processed_SV` is what nothing was cut off yet.
@@ -217,9 +202,7 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
     is_given_S = inputs.target_S != INVALID
     is_random_S, _ = _temperature(inputs)
 
-    def draw(logits_SV: jax.Array, inputs: SampleInputs, wanted_S: jax.Array | None = None) -> Drawn:
-        if native:
-            return draw_native(logits_SV, inputs, wanted_S)
+    def draw(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
         return lax.cond(jnp.any(is_random_S), _draw, _greedy, logits_SV, inputs)
 
     drawn = draw(cut_SV, inputs)
@@ -250,7 +233,7 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
     def kept_mass() -> jax.Array:
         neutral = default_samples(len(tokens_S), vocab_size=0)
         uncut = replace(inputs, **{name: jnp.asarray(getattr(neutral, name)) for name in CUTS})
-        uncut_mass_S = draw(processed_SV, uncut, inputs.want_logprobs_S & is_cut_S).mass_S
+        uncut_mass_S = draw(processed_SV, uncut).mass_S
         return jnp.where(is_cut_S, drawn.mass_S / uncut_mass_S, 1.0)
 
     want_logprobs, want_top = jnp.any(inputs.want_logprobs_S), jnp.any(inputs.want_top_S)
@@ -270,12 +253,12 @@ def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) ->
     return jnp.sum(is_likelier_SV | ((more_SV == 0) & (ids_SV < tokens_S[:, None])), axis=-1, dtype=jnp.int32)
 
 
-def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, native: bool) -> Scored:
+def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs) -> Scored:
     """The tokens under the model, whatever was done to its logits."""
     zeros_S = jnp.zeros(len(tokens_S), jnp.float32)
 
     def logprobs() -> tuple[jax.Array, jax.Array, jax.Array]:
-        peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0, native, inputs.want_logprobs_S)
+        peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0)
         return peak_S, log_mass_S, _at(logits_SV, tokens_S) - peak_S - log_mass_S
 
     def top() -> tuple[jax.Array, jax.Array]:
@@ -293,25 +276,23 @@ def token_logprobs(
     """The log-probability of a token of each row; `native`, bit for bit what `sample` says of it."""
     logits_SV = lax.optimization_barrier(logits_SV)  # as they are: not computed once more, and otherwise, for the token
     temperature = max(temperature, MIN_TEMPERATURE)
+    if native:
+        num_samples, vocab = logits_SV.shape
+        chosen = {
+            "target_S": tokens_S,
+            "temperature_S": jnp.full(num_samples, temperature, jnp.float32),
+            "want_logprobs_S": jnp.ones(num_samples, jnp.bool_),
+        }
+        inputs = replace(jax.tree.map(jnp.asarray, default_samples(num_samples, vocab)), **chosen)
+        no_history = jnp.zeros((1, 1), jnp.int32)
+        return sample_natively(logits_SV, inputs, no_history, no_history).processed_logprobs_SR[:, 0]
     inv_temperature = np.float32(1) / np.float32(temperature)
-    peak_S, log_mass_S = _softmax_scale(logits_SV, temperature, native)
+    peak_S, log_mass_S = _softmax_scale(logits_SV, temperature)
     return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
 
 
-def _softmax_scale(
-    logits_SV: jax.Array, temperature: float, native: bool, wanted_S: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """The peak of each row, and the logarithm of the sum of exp((logit - peak) / temperature).
-
-    Rows that are not wanted may be anything; None for all. With `native`, bit for bit the same for a row in any batch:
-    as XLA does it, the order of the sum depends on S.
-    """
-    if native:
-        num_samples, vocab = logits_SV.shape
-        plain = jax.tree.map(jnp.asarray, default_samples(num_samples, vocab))
-        plain = replace(plain, temperature_S=jnp.full(num_samples, temperature, jnp.float32))
-        drawn = draw_native(logits_SV, plain, wanted_S)
-        return drawn.peak_S, jnp.log(drawn.mass_S)
+def _softmax_scale(logits_SV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
+    """The peak of each row, and the logarithm of the sum of exp((logit - peak) / temperature)."""
     peak_S = lax.stop_gradient(jnp.max(logits_SV, axis=-1))  # it cancels
     return peak_S, jnp.log(jnp.sum(jnp.exp((logits_SV - peak_S[:, None]) / temperature), axis=-1))
 
@@ -470,26 +451,6 @@ def _greedy(logits_SV: jax.Array, inputs: SampleInputs) -> Drawn:
     num_kept_S = jnp.ones(logits_SV.shape[0], jnp.int32)
     tokens_S, peak_S = take_likeliest(logits_SV)
     return Drawn(tokens_S, peak_S, inv_temperature_S=one_S, num_kept_S=num_kept_S, mass_S=one_S)
-
-
-def draw_native(
-    logits_SV: jax.Array, inputs: SampleInputs, wanted_S: jax.Array | None = None, *, instruction_set: str = ""
-) -> Drawn:
-    """A token for each row by `native/draw.cc`: what `_apply_mask` and `_draw` do, while the row is in the cache.
-
-    Rows that are not wanted cost nothing, and say nothing; None for all.
-    """
-    is_random_S, inv_temperature_S = _temperature(inputs)
-    ints_S, floats_S = (jax.ShapeDtypeStruct(is_random_S.shape, dtype) for dtype in (jnp.int32, jnp.float32))
-    call = jax.ffi.ffi_call("quire_draw", (ints_S, floats_S, ints_S, floats_S))
-    cuts = (inputs.top_k_S, inputs.top_p_S, inputs.min_p_S)
-    counter = (inputs.seed_S2, inputs.index_S, inputs.position_S)
-    inv_or_0_S = jnp.where(is_random_S, inv_temperature_S, 0.0)
-    if wanted_S is not None:
-        inv_or_0_S = jnp.where(wanted_S, inv_or_0_S, -1.0)
-    masks = (inputs.has_mask_S, inputs.mask_SW)
-    tokens_S, peak_S, num_kept_S, mass_S = call(logits_SV, *masks, inv_or_0_S, *cuts, *counter, isa=instruction_set)
-    return Drawn(tokens_S, peak_S, inv_temperature_S, num_kept_S, mass_S)
 
 
 def _temperature(inputs: SampleInputs) -> tuple[jax.Array, jax.Array]:
