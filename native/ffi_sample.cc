@@ -36,12 +36,12 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
       !has_shape(bias, {samples, bias_ids.dimensions()[1]}))
     return bad("a sample has as many biases as token ids of them");
   if (mask.dimensions().size() != 2 || mask.dimensions()[0] != samples) return bad("a sample has words of a mask");
-  const auto has_size = [](const auto& result, int64_t size) { return static_cast<int64_t>(result->element_count()) == size; };
-  if (!has_size(token, samples) || !has_size(logprob, samples) || !has_size(processed_logprob, samples) ||
-      !has_size(kept_mass, samples))
+  const auto has_size = [](const auto& buffer, int64_t size) { return int64_t(buffer.element_count()) == size; };
+  if (!has_size(*token, samples) || !has_size(*logprob, samples) || !has_size(*processed_logprob, samples) ||
+      !has_size(*kept_mass, samples))
     return bad("a sample has one token, and one of each score");
-  if (!has_size(top_id, tops) || !has_size(top_logprob, tops) || !has_size(processed_top_id, tops) ||
-      !has_size(processed_top_logprob, tops))
+  if (!has_size(*top_id, tops) || !has_size(*top_logprob, tops) || !has_size(*processed_top_id, tops) ||
+      !has_size(*processed_top_logprob, tops))
     return bad("a sample has 20 alternatives");
 
   quire::Sample args{};
