@@ -36,8 +36,6 @@ struct Scratch {
 
 // -- passes over a row ----------------------------------------------------------------------------------------------
 
-// Weights of a tile are added up together: the draw first finds the tile, then the token in it.
-
 QUIRE_INLINE void peaks_of(const float* logits, int64_t vocab, float* peaks) {
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
     const float* from = logits + tile * kTile;

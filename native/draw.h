@@ -29,8 +29,10 @@ struct Drawn {
 
 Drawn draw(Isa isa, const float* logits, int64_t vocab, const Draw& how);
 
-// The largest logit of each tile of `kTile`.
+// Tokens whose weights are added up together: the draw first finds the tile, then the token in it.
 constexpr int64_t kTile = 256;
+
+// The largest logit of each tile.
 void find_peaks(Isa isa, const float* logits, int64_t vocab, float* peaks);
 
 // The number in [0, 1) of a seed, a sequence index and a position, by the generator threefry2x32: to the last bit what

@@ -392,12 +392,14 @@ int main(int argc, char** argv) {
     repeat("grouped matmuls", run_grouped, "float32", "bfloat16");
     repeat("blocked matmuls", driver::run_blocked, "float32", "bfloat16");
     repeat("times between", run_pointwise, "float32", "bfloat16");
-    double wrong = 0;
-    for (int step = 0; step < steps; ++step) wrong += run_draw(isa);
-    std::printf("%-12s draw     %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
-    for (int step = 0; step < steps; ++step) wrong += run_sample(isa);
-    std::printf("%-12s sample   %d batches, %.2f of them wrong\n", quire::isa_name(isa), steps, wrong);
-    good = good && wrong == 0;
+    const auto count = [&](const char* what, double (*run)(Isa)) {
+      double wrong = 0;
+      for (int step = 0; step < steps; ++step) wrong += run(isa);
+      std::printf("%-12s %-8s %d batches, %.2f of them wrong\n", quire::isa_name(isa), what, steps, wrong);
+      good = good && wrong == 0;
+    };
+    count("draw", run_draw);
+    count("sample", run_sample);
   }
   const bool is_uniform = run_uniform();
   std::printf("uniform numbers are %s\n", is_uniform ? "JAX's" : "NOT those of JAX");

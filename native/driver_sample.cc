@@ -59,9 +59,20 @@ double run_draw(Isa isa) {
   return wrong / rows;
 }
 
+// The largest of x, and the sum of exp((x - peak) * inv).
+struct Softmax {
+  double peak, mass = 0;
+
+  Softmax(const std::vector<double>& x, double inv) : peak(*std::max_element(x.begin(), x.end())) {
+    for (const double one : x) mass += std::exp((one - peak) * inv);
+  }
+};
+
 // Samples that ask for everything at once: the share of those whose scores are not what a loop in double precision finds.
+// Every other batch has what is out of range, and rows that are no numbers: of these all ids must exist.
 double run_sample(Isa isa) {
-  const int64_t samples = pick(1, 4), vocab = pick(1, 700), words = quire::ceil_div(vocab, 32);
+  const bool is_hostile = pick(0, 1);
+  const int64_t samples = pick(1, 4), vocab = pick(1, 700), words = quire::ceil_div(vocab, 32) - (is_hostile && vocab > 32);
   const int64_t page_size = pick(1, 5), pages = pick(1, 9), rows = pick(1, 3), pages_per_row = pick(1, 6), biases = 3;
   const auto ints = [](int64_t n, int64_t low, int64_t high) {
     std::vector<int32_t> out(n);
@@ -73,30 +84,35 @@ double run_sample(Isa isa) {
     for (float& one : out) one = pick_of<float>(of);
     return out;
   };
-  std::vector<float> logits(samples * vocab), out(4 * samples), top_logprobs(2 * samples * quire::kNumTop);
+  const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
+  std::vector<float> logits(samples * vocab), out(3 * samples), top_logprobs(2 * samples * quire::kNumTop);
   std::vector<int32_t> token(samples), top_ids(2 * samples * quire::kNumTop);
   for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
+  for (int64_t i = 0; is_hostile && i < samples; ++i)
+    logits[i * vocab + pick(0, vocab - 1)] = pick_of<float>({nan, infinity, -infinity});
   const auto tokens = ints(pages * page_size, -1, vocab), table = ints(rows * pages_per_row, -1, pages);  // some are none
-  const auto position = ints(samples, 0, pages_per_row * page_size + 2), prompt_len = ints(samples, 0, 9);
-  const auto row = ints(samples, 0, rows - 1), target = ints(samples, -1, vocab - 1), top_k = ints(samples, 0, 0);
-  const auto index = ints(samples, 0, 3), bias_ids = ints(samples * biases, -1, vocab);
-  const auto temperature = floats(samples, {0, 1, 0.5}), top_p = floats(samples, {1}), min_p = floats(samples, {0});
+  const auto position = ints(samples, is_hostile ? -9 : 0, pages_per_row * page_size + 2), prompt_len = ints(samples, 0, 9);
+  const auto row = ints(samples, -is_hostile, rows - 1 + is_hostile), target = ints(samples, -1, vocab - 1 + is_hostile);
+  const auto top_k = ints(samples, 0, is_hostile ? 9 : 0), index = ints(samples, 0, 3);
+  const auto bias_ids = ints(samples * biases, -1, vocab);
+  const auto temperature = floats(samples, {0, 1, 0.5}), top_p = floats(samples, {1, is_hostile ? 0.5f : 1});
+  const auto min_p = floats(samples, {0, is_hostile ? 2.0f : 0});
   const auto sigma = floats(samples, {0, 0, 1.5}), repetition = floats(samples, {1, 1.3});
   const auto presence = floats(samples, {0, 0.5}), frequency = floats(samples, {0, -0.25});
   const auto bias = floats(samples * biases, {2, -1});
   std::vector<uint32_t> seed(2 * samples, 7), mask(samples * words);
   for (uint32_t& word : mask) word = pick(0, 0xFFFFFFFF);
-  const std::unique_ptr<bool[]> yes(new bool[samples]), has_mask(new bool[samples]);
+  const std::unique_ptr<bool[]> wants(new bool[samples]), has_mask(new bool[samples]);
   for (int64_t i = 0; i < samples; ++i) {
-    yes[i] = true;
+    wants[i] = !is_hostile || pick(0, 1);
     has_mask[i] = pick(0, 1);
-    mask[i * words] |= 1;
+    mask[i * words] |= !is_hostile;
   }
   quire::Sample args{};
   args.num_samples = samples, args.vocab = vocab, args.logits = logits.data();
   args.num_pages = pages, args.page_size = page_size, args.num_rows = rows, args.pages_per_row = pages_per_row;
   args.tokens = tokens.data(), args.page_table = table.data(), args.position = position.data();
-  args.want_logprobs = args.want_top = yes.get(), args.temperature = temperature.data(), args.top_k = top_k.data();
+  args.want_logprobs = args.want_top = wants.get(), args.temperature = temperature.data(), args.top_k = top_k.data();
   args.top_p = top_p.data(), args.min_p = min_p.data(), args.top_n_sigma = sigma.data(), args.seed = seed.data();
   args.index = index.data(), args.target = target.data(), args.row = row.data(), args.prompt_len = prompt_len.data();
   args.repetition_penalty = repetition.data(), args.presence_penalty = presence.data();
@@ -107,25 +123,22 @@ double run_sample(Isa isa) {
   args.processed = {out.data() + samples, top_ids.data() + samples * quire::kNumTop,
                     top_logprobs.data() + samples * quire::kNumTop};
   quire::sample(isa, args, {2, run_on_threads});
+  const auto exists = [&](int32_t id) { return id >= 0 && id < vocab; };
+  if (!std::all_of(token.begin(), token.end(), exists) || !std::all_of(top_ids.begin(), top_ids.end(), exists)) return 1;
+  if (is_hostile) return 0;
 
+  const auto is_close = [](double a, double b) { return a == b || std::abs(a - b) < 1e-4 * (1 + std::abs(b)); };
   double wrong = 0;
   for (int64_t i = 0; i < samples; ++i) {
     std::vector<double> x(logits.begin() + i * vocab, logits.begin() + (i + 1) * vocab);
-    const auto is_close = [](double a, double b) { return a == b || std::abs(a - b) < 1e-4 * (1 + std::abs(b)); };
-    const auto mass_of = [](const std::vector<double>& of, double inv) {
-      const double peak = *std::max_element(of.begin(), of.end());
-      double mass = 0;
-      for (const double one : of) mass += std::exp((one - peak) * inv);
-      return mass;
-    };
-    const auto peak_of = [](const std::vector<double>& of) { return *std::max_element(of.begin(), of.end()); };
-    bool good = token[i] >= 0 && token[i] < vocab && (target[i] < 0 || token[i] == target[i]);
-    good = good && is_close(args.model.logprob[i], x[token[i]] - peak_of(x) - std::log(mass_of(x, 1)));
+    const Softmax model(x, 1);
+    bool good = target[i] < 0 || token[i] == target[i];
+    good = good && is_close(args.model.logprob[i], x[token[i]] - model.peak - std::log(model.mass));
     std::vector<int64_t> seen(vocab), counts(vocab);
     for (int64_t column = 0; column < std::min<int64_t>(position[i], pages_per_row * page_size); ++column) {
       const int64_t page = table[row[i] * pages_per_row + column / page_size];
       const int64_t id = page < 0 || page >= pages ? -1 : tokens[page * page_size + column % page_size];
-      if (id < 0 || id >= vocab) continue;
+      if (!exists(id)) continue;
       seen[id] = 1;
       counts[id] += column >= prompt_len[i];
     }
@@ -134,34 +147,35 @@ double run_sample(Isa isa) {
       x[id] -= frequency[i] * counts[id] + presence[i] * (counts[id] > 0);
     }
     for (int64_t e = i * biases; e < (i + 1) * biases; ++e)
-      if (bias_ids[e] >= 0 && bias_ids[e] < vocab) x[bias_ids[e]] += bias[e];
+      if (exists(bias_ids[e])) x[bias_ids[e]] += bias[e];
     for (int64_t id = 0; has_mask[i] && id < vocab; ++id)
-      if (!(mask[i * words + id / 32] >> id % 32 & 1)) x[id] = -std::numeric_limits<double>::infinity();
-    const double inv = temperature[i] > 0 ? 1 / temperature[i] : 1, peak = peak_of(x), whole = mass_of(x, inv);
+      if (!(mask[i * words + id / 32] >> id % 32 & 1)) x[id] = -infinity;
+    const bool is_random = temperature[i] > 0;
+    const double inv = is_random ? 1 / temperature[i] : 1;
+    const Softmax whole(x, inv);
+    bool is_clear = true;  // no token is within rounding of an edge, where either side will do
     if (sigma[i] > 0) {
       double sum = 0, squares = 0, count = 0;
       for (const double one : x)
         if (std::isfinite(one)) sum += one, count += 1;
       for (const double one : x)
         if (std::isfinite(one)) squares += (one - sum / count) * (one - sum / count);
-      const double lowest = peak - sigma[i] * std::sqrt(squares / count);
-      if (std::any_of(x.begin(), x.end(), [&](double one) { return std::abs(one - lowest) < 1e-4; }))
-        continue;  // within rounding either side will do
-      for (double& one : x)
-        if (one < lowest) one = -std::numeric_limits<double>::infinity();
+      const double lowest = whole.peak - sigma[i] * std::sqrt(squares / count);
+      for (double& one : x) {
+        is_clear = is_clear && std::abs(one - lowest) > 1e-4;
+        if (one < lowest) one = -infinity;
+      }
     }
-    if (temperature[i] > 0) {
-      const double mass = mass_of(x, inv);
-      good = good && is_close(args.processed.logprob[i], (x[token[i]] - peak) * inv - std::log(mass));
-      good = good && is_close(args.kept_mass[i], mass / whole);
-    } else if (target[i] < 0) {
-      good = good && x[token[i]] > peak - 1e-4 && args.processed.logprob[i] == 0;
-    }
-    const int64_t num_kept = temperature[i] > 0 ? vocab : 1;
-    for (int64_t place = 0; place < std::min({vocab, num_kept, quire::kNumTop}); ++place) {
-      const double logit = x[args.processed.top_id[i * quire::kNumTop + place]];
-      const double expected = temperature[i] > 0 ? (logit - peak) * inv - std::log(mass_of(x, inv)) : 0;
-      good = good && is_close(args.processed.top_logprob[i * quire::kNumTop + place], expected);
+    if (is_clear) {
+      const Softmax left(x, inv);
+      const auto logprob = [&](int32_t id) { return is_random ? (x[id] - left.peak) * inv - std::log(left.mass) : 0; };
+      if (is_random || target[i] < 0) good = good && is_close(args.processed.logprob[i], logprob(token[i]));
+      if (!is_random && target[i] < 0) good = good && x[token[i]] > left.peak - 1e-4;
+      good = good && is_close(args.kept_mass[i], is_random ? left.mass / whole.mass : 1);
+      for (int64_t place = 0; place < std::min(is_random ? vocab : 1, quire::kNumTop); ++place) {
+        const int64_t at = i * quire::kNumTop + place;
+        good = good && is_close(args.processed.top_logprob[at], logprob(args.processed.top_id[at]));
+      }
     }
     wrong += !good;
   }

@@ -31,11 +31,11 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
                             &frequency_penalty})
     fits = fits && has_shape(*one, {samples});
   for (const Bools* one : {&want_logprobs, &want_top, &has_mask}) fits = fits && has_shape(*one, {samples});
-  if (!fits) return bad("a sample has a seed of two words, and one of what is neither a bias nor a mask");
+  if (!fits) return bad("the seed must be [S, 2], and all but biases and mask [S]");
   if (bias_ids.dimensions().size() != 2 || bias_ids.dimensions()[0] != samples ||
       !has_shape(bias, {samples, bias_ids.dimensions()[1]}))
-    return bad("a sample has as many biases as token ids of them");
-  if (mask.dimensions().size() != 2 || mask.dimensions()[0] != samples) return bad("a sample has words of a mask");
+    return bad("bias_ids and bias must be [S, E]");
+  if (mask.dimensions().size() != 2 || mask.dimensions()[0] != samples) return bad("mask must be [S, W]");
   const auto has_size = [](const auto& buffer, int64_t size) { return int64_t(buffer.element_count()) == size; };
   if (!has_size(*token, samples) || !has_size(*logprob, samples) || !has_size(*processed_logprob, samples) ||
       !has_size(*kept_mass, samples))

@@ -66,7 +66,7 @@ QUIRE_INLINE float deviation(const float* x, int64_t vocab) {
   return std::sqrt(squares / count);
 }
 
-// Leaves the tokens that are not below `lowest`: a row that is not a number stays as it is.
+// Leaves the tokens that are not below `lowest`: NaN stays.
 QUIRE_INLINE void cut_below(float* x, int64_t vocab, float lowest) {
   const Floats nothing = Floats{} + kNever;
   sweep(vocab, [&](int64_t i, int64_t n) {
@@ -131,17 +131,20 @@ void penalise(const Sample& args, int64_t i, float* x, Scratch& scratch) {
   scratch.seen.clear();
   const bool has_row = args.row[i] >= 0 && args.row[i] < args.num_rows;
   const int64_t length = has_row ? std::min<int64_t>(args.position[i], args.pages_per_row * args.page_size) : 0;
-  for (int64_t column = 0; column < length; ++column) {
-    const int64_t page = args.page_table[args.row[i] * args.pages_per_row + column / args.page_size];
+  for (int64_t begin = 0; begin < length; begin += args.page_size) {
+    const int64_t page = args.page_table[args.row[i] * args.pages_per_row + begin / args.page_size];
     if (page < 0 || page >= args.num_pages) continue;
-    const int32_t token = args.tokens[page * args.page_size + column % args.page_size];
-    if (token < 0 || token >= args.vocab) continue;
-    int32_t& count = scratch.counts[token];  // 1, and how often it is in the output
-    if (count == 0) {
-      scratch.seen.push_back(token);
-      count = 1;
+    const int64_t end = std::min(begin + args.page_size, length);
+    for (int64_t column = begin; column < end; ++column) {
+      const int32_t token = args.tokens[page * args.page_size + column - begin];
+      if (token < 0 || token >= args.vocab) continue;
+      int32_t& count = scratch.counts[token];  // 1, and how often it is in the output
+      if (count == 0) {
+        scratch.seen.push_back(token);
+        count = 1;
+      }
+      count += column >= args.prompt_len[i];
     }
-    count += column >= args.prompt_len[i];
   }
   const float repetition = args.repetition_penalty[i];
   for (const int32_t token : scratch.seen) {
@@ -162,24 +165,26 @@ struct Distribution {
   float logprob(float x) const { return (x - peak) * inv_temperature - std::log(mass); }
 };
 
-// The largest logits and where they are, of equal ones the first. A small vocabulary has fewer: zeros behind its last.
+// The largest logits and where they are, of equal ones the first; NaN is none of them.
 struct Top {
-  float logits[kNumTop] = {};
-  int32_t ids[kNumTop] = {};
+  int64_t count = 0;
+  float logits[kNumTop];
+  int32_t ids[kNumTop];
 };
 
 Top find_top(Isa isa, const float* x, int64_t vocab, Scratch& scratch) {
   Top top;
-  int64_t count = 0;
   scratch.peaks.resize(ceil_div(vocab, kTile));
   find_peaks(isa, x, vocab, scratch.peaks.data());
+  const auto is_among = [&](float logit) { return top.count < kNumTop || logit > top.logits[kNumTop - 1]; };
   for (int64_t begin = 0; begin < vocab; begin += kTile) {
-    if (count == kNumTop && !(scratch.peaks[begin / kTile] > top.logits[kNumTop - 1])) continue;  // nearly always
+    const float peak = scratch.peaks[begin / kTile];  // NaN where the tile begins with one
+    if (peak == peak && !is_among(peak)) continue;    // nearly always
     for (int64_t id = begin; id < std::min(begin + kTile, vocab); ++id) {
-      if (count == kNumTop && !(x[id] > top.logits[kNumTop - 1])) continue;
-      count = std::min(count + 1, kNumTop);
-      int64_t place = count - 1;
-      for (; place > 0 && !(top.logits[place - 1] >= x[id]); --place) {
+      if (x[id] != x[id] || !is_among(x[id])) continue;
+      top.count = std::min(top.count + 1, kNumTop);
+      int64_t place = top.count - 1;
+      for (; place > 0 && top.logits[place - 1] < x[id]; --place) {
         top.logits[place] = top.logits[place - 1];
         top.ids[place] = top.ids[place - 1];
       }
@@ -190,10 +195,11 @@ Top find_top(Isa isa, const float* x, int64_t vocab, Scratch& scratch) {
   return top;
 }
 
-void write_top(const Top& top, const Distribution& from, int64_t num_kept, int64_t i, const Scores& to) {
+// The first `most` of them; those that are not there are token 0, which has no probability in such a place.
+void write_top(const Top& top, const Distribution& from, int64_t most, int64_t i, const Scores& to) {
   for (int64_t place = 0; place < kNumTop; ++place) {
-    to.top_id[i * kNumTop + place] = top.ids[place];
-    to.top_logprob[i * kNumTop + place] = place < num_kept ? from.logprob(top.logits[place]) : kNever;
+    to.top_id[i * kNumTop + place] = place < top.count ? top.ids[place] : 0;
+    to.top_logprob[i * kNumTop + place] = place < std::min(most, top.count) ? from.logprob(top.logits[place]) : kNever;
   }
 }
 
@@ -224,7 +230,7 @@ void sample_row(Isa isa, const Sample& args, int64_t i, Scratch& scratch) {
   // What is drawn from: top-n-sigma of these, then temperature, top-k, top-p, min-p.
   float whole_mass = 0;
   if (cuts_sigma) {
-    const Drawn whole = draw(isa, logits, vocab, {is_random ? inv_temperature : 0});
+    const Drawn whole = draw(isa, logits, vocab, {is_random && want_logprobs ? inv_temperature : 0});
     whole_mass = whole.mass;
     const float lowest = whole.peak - args.top_n_sigma[i] * passes.deviation(logits, vocab);
     passes.cut_below(scratch.logits.data(), vocab, lowest);

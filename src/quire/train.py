@@ -6,6 +6,7 @@ that the engine reports (docs/training.md says what is guaranteed where). Its gr
 plain JAX, computed layer by layer: of the forward only the layers' inputs are kept.
 """
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,8 +61,8 @@ def logprobs(
     last = tokens.shape[1] - 1
     if not 1 <= start <= last:
         raise ValueError(f"start={start} must be from 1, which has a token before it, to {last}, the last of a row")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be above 0: at 0 every token drawn has the probability 1")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be above 0 and finite: at 0 every token drawn is certain")
     policy = _Policy(config, start, float(temperature), dtype)
     mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     tokens = jnp.where(mask, tokens, 0)

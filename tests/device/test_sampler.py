@@ -23,6 +23,7 @@ from quire.device.sampler import (
     sample,
     sample_natively,
     take_likeliest,
+    token_logprobs,
     uniform,
 )
 from quire.device.top_k_top_p import top_k_top_p
@@ -91,10 +92,11 @@ def expected_distribution(row: np.ndarray, params: SamplingParams) -> np.ndarray
     return q / q.sum()
 
 
-def test_greedy_takes_the_first_of_the_most_likely():
+@each_draw
+def test_greedy_takes_the_first_of_the_most_likely(native):
     x = logits(3)
     x[1, 700] = x[1, 30] = 50
-    assert run(x, inputs([SamplingParams(temperature=0)] * 3)).tokens_SR[:, 0].tolist() == [
+    assert run(x, inputs([SamplingParams(temperature=0)] * 3), native=native).tokens_SR[:, 0].tolist() == [
         x[0].argmax(),
         30,
         x[2].argmax(),
@@ -200,7 +202,8 @@ def test_rows_that_ask_for_more_than_a_draw_are_what_they_are_alone_and_so_are_t
 
 
 @pytest.mark.parametrize("name", [*DRAWS, *PENALTIES])
-def test_every_declared_number_has_a_say_in_what_is_drawn_from(name):
+@each_draw
+def test_every_declared_number_has_a_say_in_what_is_drawn_from(name, native):
     """Alone among requests that leave it out, somewhere in its range: another log-probability of what is drawn."""
     declared, params = DECLARED[name], [SamplingParams(seed=1, logprobs=0)]
     assert declared.limits is not None
@@ -210,7 +213,7 @@ def test_every_declared_number_has_a_say_in_what_is_drawn_from(name):
     # Each token of the page, 5 to 8, is likely; the output begins at the second.
     x = np.repeat(logits(1), len(params), 0)
     x[:, 5:9] += 10
-    output = run(x, inputs(params, [4] * len(params)), seen=((5, 6, 7, 8),))
+    output = run(x, inputs(params, [4] * len(params)), seen=((5, 6, 7, 8),), native=native)
     drawn = [
         (int(t), float(p)) for t, p in zip(output.tokens_SR[:, 0], output.processed_logprobs_SR[:, 0], strict=True)
     ]
@@ -230,9 +233,14 @@ def test_seed_index_and_position_each_change_the_draw_and_repeat_it():
     )
 
 
-def test_log_probabilities_are_the_models_own_whatever_was_cut():
+@each_draw
+def test_log_probabilities_are_the_models_own_whatever_was_cut(native):
     x = logits(2)
-    out = run(x, inputs([SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=3), SamplingParams(temperature=0)]))
+    out = run(
+        x,
+        inputs([SamplingParams(temperature=0.3, top_k=2, seed=1, logprobs=3), SamplingParams(temperature=0)]),
+        native=native,
+    )
     log_p = x - np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True))
     token = int(out.tokens_SR[0, 0])
     np.testing.assert_allclose(out.logprobs_SR[0, 0], log_p[0, token], atol=1e-5)
@@ -241,11 +249,12 @@ def test_log_probabilities_are_the_models_own_whatever_was_cut():
     np.testing.assert_allclose(out.top_logprobs_SRX[0, 0], log_p[0, best], atol=1e-5)
 
 
-def test_a_target_is_scored_not_drawn():
+@each_draw
+def test_a_target_is_scored_not_drawn(native):
     x = logits(1)
     made = inputs([SamplingParams(seed=1)])
     made = dataclasses.replace(made, target_S=np.array([123], np.int32), want_logprobs_S=np.array([True]))
-    out = run(x, made)
+    out = run(x, made, native=native)
     assert out.tokens_SR[0, 0] == 123
     np.testing.assert_allclose(
         out.logprobs_SR[0, 0], x[0, 123] - np.log(np.exp(x[0].astype(np.float64)).sum()), atol=1e-5
@@ -288,22 +297,39 @@ def test_what_was_drawn_scores_as_it_was_drawn(fields, native):
     assert np.isfinite(drawn.processed_logprobs_SR).all()
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.uint16, np.uint32])
+@each_draw
+def test_the_score_of_a_token_is_the_same_whatever_type_its_id_has(kind, native):
+    x, tokens = logits(3), np.array([0, 123, VOCAB - 1])
+    expected = np.log(expected_distribution(x[1], SamplingParams(temperature=0.7)))[123]
+    score = jax.jit(partial(token_logprobs, temperature=0.7, native=native))
+    np.testing.assert_allclose(score(x, tokens.astype(kind))[1], expected, rtol=1e-5)
+    assert np.isnan(score(x, np.full(3, VOCAB, kind))).all(), "there is no such token"
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_forbidden_tokens_are_never_drawn(temperature):
+@each_draw
+def test_forbidden_tokens_are_never_drawn(temperature, native):
     x = np.zeros((200, VOCAB), np.float32)
     x[:, [3, 4]] = 20
     params = SamplingParams(temperature=temperature, min_tokens=5, stop_token_ids=(4,))
-    drawn = run(x, inputs([params] * 200, list(range(200)), eos={3})).tokens_SR
+    drawn = run(x, inputs([params] * 200, list(range(200)), eos={3}), native=native).tokens_SR
     assert not np.isin(drawn, [3, 4]).any()
     free = SamplingParams(temperature=temperature, stop_token_ids=(4,))
-    assert np.isin(run(x, inputs([free] * 200, list(range(200)), eos={3})).tokens_SR, [3, 4]).all()
+    assert np.isin(run(x, inputs([free] * 200, list(range(200)), eos={3}), native=native).tokens_SR, [3, 4]).all()
 
 
-def test_a_vocabulary_smaller_than_a_tile():
+@each_draw
+def test_a_vocabulary_smaller_than_a_tile(native):
     x = logits(1, vocab=11)
     for params in ({"top_k": 3}, {"top_p": 0.5}, {}, {"logprobs": 20}):
-        token = run(x, inputs([SamplingParams(seed=2, **params)])).tokens_SR[0, 0]
-        assert 0 <= token < 11
+        out = run(x, inputs([SamplingParams(seed=2, **params)]), native=native)
+        assert 0 <= out.tokens_SR[0, 0] < 11
+    for kind in ("top", "processed_top"):  # the last: all there are, and nothing behind them
+        ids, values = (np.asarray(getattr(out, f"{kind}_{what}_SRX"))[0, 0] for what in ("ids", "logprobs"))
+        assert sorted(ids[:11]) == list(range(11))
+        assert np.isfinite(values[:11]).all()
+        assert np.isneginf(values[11:]).all()
 
 
 KINDS = {
@@ -418,13 +444,26 @@ def test_what_is_sampled_natively_is_what_xla_samples(isa):
         assert not values[~asked].any()
 
 
+NOT_NUMBERS = {
+    "one NaN": {17: np.nan},
+    "NaN at the beginning of tiles": {0: np.nan, 256: np.nan},
+    "all NaN": {slice(None): np.nan},
+    "two infinite": {3: np.inf, 300: np.inf},
+    "nothing possible": {slice(None): -np.inf},
+}
+
+
+@pytest.mark.parametrize("row", NOT_NUMBERS)
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, *EACH_CUT], ids=str)
 @each_draw
-def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params, native):
+def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params, native, row):
     x = logits(2)
-    x[0, 17] = np.nan
-    out = run(x, inputs([SamplingParams(logprobs=1, seed=3, **params)] * 2), native=native)
-    assert 0 <= out.tokens_SR[0, 0] < VOCAB
+    for place, value in NOT_NUMBERS[row].items():
+        x[0, place] = value
+    out = run(x, inputs([SamplingParams(logprobs=5, seed=3, **params)] * 2), native=native)
+    for ids in (out.tokens_SR, out.top_ids_SRX, out.processed_top_ids_SRX):
+        assert (np.asarray(ids) >= 0).all()
+        assert (np.asarray(ids) < VOCAB).all()
     assert np.isnan(out.logprobs_SR[0, 0])
     assert np.isfinite(out.logprobs_SR[1, 0])
 
@@ -526,9 +565,10 @@ def test_one_program_serves_every_mix():
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-10, 1e-30, 1e-36, 1e-37, 1e-38, 1e-45, 5e-324])
 @pytest.mark.parametrize("cut", [{}, *EACH_CUT], ids=str)
-def test_a_tiny_temperature_is_greedy(temperature, cut):
+@each_draw
+def test_a_tiny_temperature_is_greedy(temperature, cut, native):
     x = logits(1)
-    out = run(x, inputs([SamplingParams(temperature=temperature, seed=1, **cut)]))
+    out = run(x, inputs([SamplingParams(temperature=temperature, seed=1, **cut)]), native=native)
     assert out.tokens_SR[0, 0] == x[0].argmax()
 
 
@@ -579,11 +619,12 @@ def by_token(ids, logprobs, i: int, vocab: int = 12) -> np.ndarray:
     ],
     ids=str,
 )
-def test_penalties_are_those_of_the_book_and_only_for_who_asked(penalties):
+@each_draw
+def test_penalties_are_those_of_the_book_and_only_for_who_asked(penalties, native):
     x = logits(2, seed=4, vocab=12)
     params = SamplingParams(temperature=0.7, seed=5, logprobs=12, **penalties)
     plain = SamplingParams(temperature=0.7, seed=5, logprobs=12)
-    out = run(x, inputs([params, plain], positions=[3, 3]), SEEN)
+    out = run(x, inputs([params, plain], positions=[3, 3]), SEEN, native)
     for i, (one, history) in enumerate([(params, [3, 3, 7]), (plain, [])]):
         p = expected_distribution(penalised(x[i], one, history, 1).astype(np.float32), one)
         top = by_token(out.processed_top_ids_SRX, out.processed_top_logprobs_SRX, i)
@@ -593,7 +634,8 @@ def test_penalties_are_those_of_the_book_and_only_for_who_asked(penalties):
         np.testing.assert_allclose(raw, expected, atol=2e-5)
 
 
-def test_a_bias_moves_a_token_and_min_tokens_still_forbids_the_end():
+@each_draw
+def test_a_bias_moves_a_token_and_min_tokens_still_forbids_the_end(native):
     x = logits(3, seed=6)
     pushed, banned = int(x[0].argmin()), int(x[1].argmax())
     params = [
@@ -601,7 +643,7 @@ def test_a_bias_moves_a_token_and_min_tokens_still_forbids_the_end():
         SamplingParams(temperature=0, logit_bias={banned: -100.0, 3: 1.0}),
         SamplingParams(temperature=0, min_tokens=2, logit_bias={5: 100.0}),
     ]
-    out = run(x, inputs(params, eos=[5]))
+    out = run(x, inputs(params, eos=[5]), native=native)
     assert out.tokens_SR[0, 0] == pushed
     assert out.tokens_SR[1, 0] not in (banned,)
     assert out.tokens_SR[2, 0] != 5
@@ -630,10 +672,11 @@ def test_processed_log_probabilities_are_of_what_was_drawn_from(cut, native):
 
 
 @pytest.mark.parametrize(("cut", "kept"), [({"temperature": 0.0}, 1), ({"top_k": 2}, 2), ({"top_k": 3}, 3)], ids=str)
-def test_of_tied_tokens_only_those_that_could_be_drawn_are_listed(cut, kept):
+@each_draw
+def test_of_tied_tokens_only_those_that_could_be_drawn_are_listed(cut, kept, native):
     x = np.full((1, 40), -9.0, np.float32)
     x[0, [7, 9, 11]] = 4.0
-    out = run(x, inputs([SamplingParams(**{"temperature": 1.0, "seed": 1, "logprobs": 20} | cut)]))
+    out = run(x, inputs([SamplingParams(**{"temperature": 1.0, "seed": 1, "logprobs": 20} | cut)]), native=native)
     values = np.asarray(out.processed_top_logprobs_SRX[0, 0])
     assert np.isfinite(values).sum() == kept
     np.testing.assert_allclose(np.exp(values).sum(), 1, atol=1e-6)
@@ -669,13 +712,14 @@ MASKS = [None, [3], [0, 999], [31, 32, 33, 63, 64], list(range(500, 1000)), None
     [{"temperature": 0}, {}, *EACH_CUT, {"logit_bias": {7: 50.0, 8: 50.0}}],
     ids=str,
 )
-def test_only_what_a_mask_allows_is_drawn_and_greedy_takes_the_best_of_it(params, vocab):
+@each_draw
+def test_only_what_a_mask_allows_is_drawn_and_greedy_takes_the_best_of_it(params, vocab, native):
     x = logits(len(MASKS), seed=10, vocab=vocab)
     allowed = [ids and [i % vocab for i in ids] for ids in MASKS]
     for position in range(30):
         made = inputs([SamplingParams(seed=i, **params) for i in range(len(MASKS))], [position] * len(MASKS))
-        tokens = np.asarray(run(x, with_masks(made, allowed, vocab)).tokens_SR[:, 0])
-        free = np.asarray(run(x, made).tokens_SR[:, 0])
+        tokens = np.asarray(run(x, with_masks(made, allowed, vocab), native=native).tokens_SR[:, 0])
+        free = np.asarray(run(x, made, native=native).tokens_SR[:, 0])
         for i, ids in enumerate(allowed):
             assert ids is None or tokens[i] in ids
             assert ids is not None or tokens[i] == free[i], "who has no mask draws what it would alone"
@@ -722,26 +766,53 @@ def test_the_edge_of_top_n_sigma_is_the_same_to_the_last_bit_in_every_batch(voca
         np.testing.assert_array_equal(deviation(x[:rows]), together[:rows])
 
 
-@pytest.mark.parametrize("vocab", [1, 7, 1000, 20_001])
-def test_top_n_sigma_leaves_what_a_float64_leaves(vocab):
-    """Of any shape and level, with tokens that cannot be drawn, which have no part in the deviation."""
+def rows_for_sigma(vocab: int) -> tuple[np.ndarray, np.ndarray]:
+    """Logits of any shape and level, with tokens that cannot be drawn, and how many deviations each row leaves."""
     rng = np.random.default_rng(vocab)
     n = np.array([0, 0.3, 1, 1, 1.5, 2, 3, 1e4, 1e-30], np.float32)
     x = (rng.standard_normal((len(n), vocab)) * rng.choice([0.1, 3, 40], size=(len(n), 1))).astype(np.float32)
     x += rng.choice([-200, 0, 90], size=(len(n), 1)).astype(np.float32)
     x[:, 1:][rng.random((len(n), vocab - 1)) < 0.3] = -np.inf
     x[3] = 2.5  # no deviation at all: nothing is left out
-    made = inputs([SamplingParams(top_n_sigma=float(one)) for one in n])
-    kept = np.asarray(jax.jit(_cut_sigma)(x, made))
-    for row, one, left in zip(x.astype(np.float64), n.astype(np.float64), kept, strict=True):
-        possible = row[row > -np.inf]
-        lowest = possible.max() - one * possible.std() if one else -np.inf
-        rounding = 1e-5 * possible.std() + 1e-6 * np.abs(possible).max()  # of the edge in float32
+    return x, n
+
+
+def surely_left_and_out(row: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens float64 leaves and which it does not; neither is what is within rounding of the edge."""
+    row = row.astype(np.float64)
+    possible = row[row > -np.inf]  # what cannot be drawn has no part in the deviation
+    lowest = possible.max() - float(n) * possible.std() if n else -np.inf
+    rounding = 1e-5 * possible.std() + 1e-6 * np.abs(possible).max()  # of the edge in float32
+    surely_left = (row >= lowest + rounding) | (row == possible.max())
+    return surely_left & (row > -np.inf), (row < lowest - rounding) | (row == -np.inf)
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 20_001])
+def test_top_n_sigma_leaves_what_a_float64_leaves(vocab):
+    x, n = rows_for_sigma(vocab)
+    kept = np.asarray(jax.jit(_cut_sigma)(x, inputs([SamplingParams(top_n_sigma=float(one)) for one in n])))
+    for row, one, left in zip(x, n, kept, strict=True):
+        surely_left, surely_out = surely_left_and_out(row, one)
         is_left = left > -np.inf
-        assert is_left[row.argmax()]
-        assert is_left[(row >= lowest + rounding) & (row > -np.inf)].all()
-        assert not is_left[row < lowest - rounding].any()
+        assert is_left[surely_left].all()
+        assert not is_left[surely_out].any()
         np.testing.assert_array_equal(left[is_left], row[is_left])
+
+
+@pytest.mark.parametrize("vocab", [1, 7, 1000, 20_001])
+@each_draw
+def test_a_token_has_no_probability_where_top_n_sigma_leaves_it_out(vocab, native):
+    """The lowest of those that are left, and the highest of the others."""
+    x, n = rows_for_sigma(vocab)
+    for row, one in zip(x, n, strict=True):
+        surely_left, surely_out = surely_left_and_out(row, one)
+        left, out = (ids[np.argsort(row[ids])] for ids in (np.flatnonzero(surely_left), np.flatnonzero(surely_out)))
+        edges = [left[0], *out[-1:]]
+        params = [SamplingParams(temperature=50.0, top_n_sigma=float(one))] * len(edges)
+        targets = {"target_S": np.array(edges, np.int32), "want_logprobs_S": np.ones(len(edges), np.bool_)}
+        scored = run(np.stack([row] * len(edges)), dataclasses.replace(inputs(params), **targets), native=native)
+        assert np.isfinite(scored.processed_logprobs_SR[0, 0])
+        assert np.isneginf(scored.processed_logprobs_SR[1:, 0]).all()
 
 
 def test_a_scored_token_is_scored_whatever_the_mask():

@@ -182,7 +182,7 @@ def _logprob(sequence: Sequence, result: TokenResult, at: tuple[int, int], *, pr
         logprob,
         top,
         float(_asked(result.processed_logprobs_SR)[at]),
-        tuple((id_, value) for id_, value in processed_top if value > float("-inf")),
+        processed_top,
         float(_asked(result.kept_mass_SR)[at]),
     )
 
@@ -190,10 +190,11 @@ def _logprob(sequence: Sequence, result: TokenResult, at: tuple[int, int], *, pr
 def _top(
     ids_SRX: np.ndarray | None, logprobs_SRX: np.ndarray | None, at: tuple[int, int], count: int
 ) -> tuple[tuple[int, float], ...]:
-    """The likeliest tokens and their log-probabilities, as many as were asked for."""
+    """The likeliest tokens and their log-probabilities, as many as were asked for; none that is impossible."""
     if not count:
         return ()
-    return tuple(zip(_asked(ids_SRX)[at][:count].tolist(), _asked(logprobs_SRX)[at][:count].tolist(), strict=True))
+    pairs = zip(_asked(ids_SRX)[at][:count].tolist(), _asked(logprobs_SRX)[at][:count].tolist(), strict=True)
+    return tuple((id_, value) for id_, value in pairs if value > float("-inf"))
 
 
 def _asked[T](result: T | None) -> T:

@@ -290,7 +290,10 @@ class StepInputs:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepOutput:
-    """What a step says of the tokens it drew, or scored; one column a round."""
+    """What a step says of the tokens it drew, or scored; one column a round.
+
+    Scores of a row that did not ask, beside one that did, may be anything.
+    """
 
     tokens_SR: Any
     """INVALID in rounds that the row did not take part in."""

@@ -8,7 +8,7 @@ Penalties come first, then the bias, the mask, top-n-sigma, temperature, top-k, 
 tokens a row has seen is read from its own pages, which carry token ids beside their KV. What no sample needs is
 skipped at run time (`lax.cond`), so that one program serves every mix of requests.
 
-On a CPU `native/sample.cc` does all of it to one row after another, while a row is in the cache: what a row asks for
+On a CPU `native/sample.cc` does all of it to each row by itself, while the row is in the cache: what a row asks for
 costs only itself. Elsewhere it costs the few that are in one piece with it (`rows_at_once`).
 """
 
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SAMPLE_FIELDS, SampleInputs, StepOutput, default_samples
 from quire.device.top_k_top_p import top_k_top_p
@@ -69,8 +69,9 @@ def sample(
 ) -> StepOutput:
     """Draw or score one token for each sample; one round.
 
-    `native` where the library is there to help. `rows_at_once` makes a loop over so many samples: what is computed on
-    the way takes that much less memory, and on a TPU fits in the vector memory. None is for all of them.
+    `native`: by the native library, which takes each row by itself. Else `rows_at_once` makes a loop over so many
+    samples: what is computed on the way takes that much less memory, and on a TPU fits in the vector memory. None is
+    for all of them.
     """
     if native:
         return sample_natively(logits_SV, inputs, tokens_MZ, page_table_BP)
@@ -163,11 +164,7 @@ def _sample_rows(
     is_cut = jnp.any(inputs.top_n_sigma_S > 0)
     cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
     drawn = _draw_and_score(cut_SV, processed_SV, inputs)
-    return _output(drawn, _score(logits_SV, drawn.tokens_S, inputs))
-
-
-def _output(drawn: "Scored", model: "Scored") -> StepOutput:
-    """What a round says, by what tokens were drawn from and by the model itself."""
+    model = _score(logits_SV, drawn.tokens_S, inputs)
     output = StepOutput(
         tokens_SR=drawn.tokens_S,
         logprobs_SR=model.logprobs_S,
@@ -271,7 +268,7 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs) -> S
 
 
 def token_logprobs(
-    logits_SV: Float[Array, "S V"], tokens_S: Int[Array, " S"], *, temperature: float = 1.0, native: bool = False
+    logits_SV: Float[Array, "S V"], tokens_S: Integer[Array, " S"], *, temperature: float = 1.0, native: bool = False
 ) -> Float[Array, " S"]:
     """The log-probability of a token of each row; `native`, bit for bit what `sample` says of it."""
     logits_SV = lax.optimization_barrier(logits_SV)  # as they are: not computed once more, and otherwise, for the token
@@ -279,13 +276,14 @@ def token_logprobs(
     if native:
         num_samples, vocab = logits_SV.shape
         chosen = {
-            "target_S": tokens_S,
+            "target_S": jnp.clip(tokens_S.astype(jnp.int32), 0, vocab - 1),
             "temperature_S": jnp.full(num_samples, temperature, jnp.float32),
             "want_logprobs_S": jnp.ones(num_samples, jnp.bool_),
         }
-        inputs = replace(jax.tree.map(jnp.asarray, default_samples(num_samples, vocab)), **chosen)
+        inputs = replace(jax.tree.map(jnp.asarray, default_samples(num_samples, vocab_size=0)), **chosen)
         no_history = jnp.zeros((1, 1), jnp.int32)
-        return sample_natively(logits_SV, inputs, no_history, no_history).processed_logprobs_SR[:, 0]
+        logprobs_S = sample_natively(logits_SV, inputs, no_history, no_history).processed_logprobs_SR[:, 0]
+        return jnp.where(inputs.target_S == tokens_S.astype(jnp.int32), logprobs_S, jnp.nan)
     inv_temperature = np.float32(1) / np.float32(temperature)
     peak_S, log_mass_S = _softmax_scale(logits_SV, temperature)
     return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
@@ -302,11 +300,11 @@ def _at(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
 
 
 def _top(x_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest values of each row and where they are; zeros behind the last of a small vocabulary."""
+    """The largest values of each row and where they are; -inf at token 0 behind the last of a small vocabulary."""
     width = min(NUM_TOP_LOGPROBS, x_SV.shape[1])
     values_SX, ids_SX = lax.top_k(x_SV, width)
     missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
-    return jnp.pad(values_SX, missing), jnp.pad(ids_SX, missing)
+    return jnp.pad(values_SX, missing, constant_values=-jnp.inf), jnp.pad(ids_SX, missing)
 
 
 def _no_top(num_samples: int) -> tuple[jax.Array, jax.Array]:

@@ -40,7 +40,7 @@ class ModelStatics:
     windows: tuple[int, ...] = ()
     """Windows whose layers have pools of their own."""
     native: bool = False
-    """Whether the native library computes what lies between the matmuls, and helps the sampler."""
+    """Whether the native library computes what lies between the matmuls, and samples."""
 
     @property
     def pools(self) -> list[int]:
