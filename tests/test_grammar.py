@@ -1,6 +1,7 @@
 """Masks of a form against all tokens tried one by one, and forms that are meant to do harm."""
 
 import gc
+import itertools
 import json
 import os
 import random
@@ -435,6 +436,22 @@ def test_a_trial_that_does_not_read_is_ended_too(monkeypatch):
     verdict = compiler._trial.run("x" * 1_000_000)  # more than a pipe holds
     assert verdict == ("it could not be tried in time", False)
     assert trial._process.returncode is not None
+
+
+@pytest.mark.parametrize(("slow_steps", "is_refused"), [((), False), ((2,), False), ((2, 5), True)])
+def test_a_form_is_refused_if_more_than_one_of_its_masks_is_slow(monkeypatch, slow_steps, is_refused):
+    """One may be slow by chance, on a busy machine."""
+    calls, clock = itertools.count(), [0.0]
+
+    def process_time() -> float:
+        step, is_end = divmod(next(calls), 2)
+        clock[0] += 1.0 if is_end and step in slow_steps else 0.0
+        return clock[0]
+
+    monkeypatch.setattr(sandbox.time, "process_time", process_time)
+    vocabulary = Vocabulary(PIECES, [SPECIAL], [EOS])
+    problem = sandbox._try(vocabulary.as_library(), "start: /[a-z]{40}/")
+    assert problem == ("some of its masks take more than 50 ms" if is_refused else None)
 
 
 def test_threads_that_try_forms_do_not_wait_for_each_other(monkeypatch):

@@ -56,6 +56,7 @@ class _JsonPrinter:
         self.num_added = 0
 
     def add(self, output: RequestOutput) -> None:
+        self.num_added += 1  # before anybody sees it, who may then press Ctrl-C
         completion = output.outputs[0]
         shown = {
             "index": output.index,
@@ -65,7 +66,6 @@ class _JsonPrinter:
             "token_ids": completion.token_ids,
         }
         print(json.dumps(shown, ensure_ascii=False), flush=True)
-        self.num_added += 1
 
     def finish(self) -> None:
         """Nothing is held back."""

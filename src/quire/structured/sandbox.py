@@ -34,7 +34,8 @@ MAX_SECONDS = 1
 MAX_BYTES = 64 << 20
 """Bytes of memory for one form."""
 MAX_STEP_SECONDS = 0.05
-"""Seconds of computing for one mask: every sequence of a step waits for it."""
+"""Seconds of computing for one mask: every sequence of a step waits for it. One of a form may take longer, once: on a
+busy machine any may."""
 NUM_TEXTS, NUM_STEPS = 3, 24
 """Texts that are drawn from a form, and their tokens."""
 
@@ -211,6 +212,7 @@ def _try(library: "llguidance.LLTokenizer", text: str) -> str | None:
     first = start(library, text)
     if first.is_error():
         return reason(first)
+    num_slow = 0
     for seed in range(NUM_TEXTS):
         matcher, choose = first.deep_copy(), random.Random(seed)
         for _ in range(NUM_STEPS):
@@ -219,8 +221,9 @@ def _try(library: "llguidance.LLTokenizer", text: str) -> str | None:
             allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
             if matcher.is_stopped() or not matcher.consume_token(int(allowed[choose.randrange(len(allowed))])):
                 break
-            if time.process_time() - begin > MAX_STEP_SECONDS:
-                return f"one of its masks takes more than {1000 * MAX_STEP_SECONDS:.0f} ms"
+            num_slow += time.process_time() - begin > MAX_STEP_SECONDS
+            if num_slow > 1:
+                return f"some of its masks take more than {1000 * MAX_STEP_SECONDS:.0f} ms"
         if matcher.is_error() and not is_dead_end(matcher):
             return reason(matcher)
     return None
