@@ -505,6 +505,7 @@ def test_a_kernel_that_is_right_is_told_from_one_that_is_not(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly  # tests/device/test_pallas.py tries the kernel itself
 def test_the_kernel_for_tpus_is_right_in_the_interpreter():
     for check in measure.check_kernels(make_mesh(), ("pallas",)):
         assert check.backend == "pallas"
