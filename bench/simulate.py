@@ -1,14 +1,17 @@
 """The simulator beside the engine: the same requests through both, and how far apart they are.
 
-    python bench/simulate.py MODEL TRACE.csv [TRACE.csv ...] [--requests 60] [--scale 0.1] [--clock wall] [--json FILE]
+    python bench/simulate.py MODEL TRACE.csv [TRACE.csv ...] [--requests 60] [--scale 0.1] [--clock wall] [--repeats 3]
+        [--json FILE]
 
 For each trace, twice: all requests at once, which tells the throughput, and at `--load` of that rate, which tells the
-mean time to the first token. Steps are calibrated before and after, on work of its own, as `quire bench steps` does.
-With `--clock cpu` a second is a second of this process's CPU time, on both sides: for a machine that others use too.
+mean time to the first token. Steps are calibrated before, between and after, on work of its own, as `quire bench steps`
+does. Traces take turns, each turn is compared with its own calibration, and at the end stand medians and ranges. With
+`--clock cpu` a second is a second of this process's CPU time, on both sides: for a machine that others use too.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import time
@@ -21,7 +24,9 @@ from quire import LLM, SamplingParams
 from quire.bench.measure import random_prompts
 from quire.bench.steps import fit_steps, timed_steps
 from quire.core.request import Request
+from quire.core.scheduler_config import SchedulerConfig
 from quire.engine.build import scheduler_config
+from quire.simulate.cost import PlanSize
 from quire.simulate.fleet import run_fleet
 from quire.simulate.report import summarise
 from quire.simulate.traffic import Traffic, read_trace
@@ -56,6 +61,48 @@ def serve(llm: LLM, traffic: Traffic, clock: Callable[[], float], seed: int) -> 
     return tokens / now, statistics.mean(waits)
 
 
+def compare(
+    llm: LLM,
+    config: SchedulerConfig,
+    traffic: Traffic,
+    load: float,
+    rows: list[int],
+    clock: Callable[[], float],
+    seed: int,
+) -> dict[str, float]:
+    """One turn of a trace: what the engine did, what the simulation says, and the ratios."""
+    at_once = traffic.at_rate(math.inf)
+    prompt_len = statistics.mean(one.prompt_len for one in traffic.arrivals)
+    new_tokens = statistics.mean(one.new_tokens[0] for one in traffic.arrivals)
+
+    def steps(seed: int) -> list[tuple[PlanSize, float]]:
+        return timed_steps(llm, rows, round(prompt_len), round(new_tokens) + 1, 1, seed, clock)
+
+    measured = steps(seed)
+    speed, _ = serve(llm, at_once, clock, seed + 1)
+    measured += steps(seed + 1)
+    rate = load * speed / new_tokens
+    spaced = traffic.at_rate(rate)
+    _, wait = serve(llm, spaced, clock, seed + 2)
+    measured += steps(seed + 2)
+    calibration = fit_steps(llm, measured, "")
+    fast = summarise(run_fleet(at_once, config, calibration), 1)
+    soon = summarise(run_fleet(spaced, config, calibration), 1)
+    return {
+        "requests": len(traffic.arrivals),
+        "prompt_tokens": prompt_len,
+        "new_tokens": new_tokens,
+        "tokens_per_s": speed,
+        "simulated_tokens_per_s": fast["tokens_per_s"],
+        "rate": rate,
+        "first_token_s": wait,
+        "simulated_first_token_s": soon["first_token_s_mean"],
+        "throughput_ratio": fast["tokens_per_s"] / speed,
+        "first_token_ratio": soon["first_token_s_mean"] / wait,
+        "calibration_error": calibration.error,
+    }
+
+
 def main() -> None:
     """Measure, simulate and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -66,6 +113,7 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.6)
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json")
     args = parser.parse_args()
     clock, rows = CLOCKS[args.clock], [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= args.max_num_seqs]
@@ -73,42 +121,20 @@ def main() -> None:
     llm = LLM(args.model, quiet=True, **knobs)
     config, lines = scheduler_config(llm.engine.config, llm.engine._pool), []
     print(f"{os.cpu_count()} cores, {args.clock} time, load {os.getloadavg()[0]:.1f}; simulated / real")
-    for number, path in enumerate(args.traces):
-        traffic = read_trace(path, requests=args.requests, scale=args.scale, max_len=1024)
-        at_once = Traffic([one._replace(at=0.0) for one in traffic.arrivals])
-        lengths = [statistics.mean(one.prompt_len for one in traffic.arrivals)]
-        lengths.append(statistics.mean(one.new_tokens[0] for one in traffic.arrivals))
-
-        def steps(seed: int, lengths: list[float] = lengths):
-            return timed_steps(llm, rows, round(lengths[0]), round(lengths[1]) + 1, 1, seed, clock)
-
-        serve(llm, at_once, clock, 1000 + number)  # what a process does first costs more
-        measured = steps(10 * number)
-        speed, _ = serve(llm, at_once, clock, 2000 + number)
-        measured += steps(10 * number + 1)
-        rate = args.load * speed / lengths[1]
-        spaced = traffic.at_rate(rate)
-        _, wait = serve(llm, spaced, clock, 3000 + number)
-        measured += steps(10 * number + 2)
-        calibration = fit_steps(llm, measured, Path(args.model).name)
-        fast = summarise(run_fleet(at_once, config, calibration), 1)
-        soon = summarise(run_fleet(spaced, config, calibration), 1)
-        line = {
-            "trace": path.stem,
-            "requests": args.requests,
-            "prompt_tokens": lengths[0],
-            "new_tokens": lengths[1],
-            "tokens_per_s": speed,
-            "simulated_tokens_per_s": fast["tokens_per_s"],
-            "rate": rate,
-            "first_token_s": wait,
-            "simulated_first_token_s": soon["first_token_s_mean"],
-            "throughput_ratio": fast["tokens_per_s"] / speed,
-            "first_token_ratio": soon["first_token_s_mean"] / wait,
-            "calibration_error": calibration.error,
-        }
-        lines.append(line)
-        print("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()), flush=True)
+    traces = [read_trace(path, requests=args.requests, scale=args.scale, max_len=1024) for path in args.traces]
+    serve(llm, traces[0].at_rate(math.inf), clock, 1_000_000)  # what a process does first costs more
+    for turn in range(args.repeats):
+        for number, (path, traffic) in enumerate(zip(args.traces, traces, strict=True)):
+            seed = 10 * (turn * len(args.traces) + number)
+            line = {"trace": path.stem, **compare(llm, config, traffic, args.load, rows, clock, seed)}
+            lines.append(line)
+            print(
+                "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in line.items()), flush=True
+            )
+    for path in args.traces:
+        for name in ("throughput_ratio", "first_token_ratio"):
+            ratios = [line[name] for line in lines if line["trace"] == path.stem]
+            print(f"{path.stem} {name} {statistics.median(ratios):.2f} ({min(ratios):.2f}..{max(ratios):.2f})")
     if args.json:
         Path(args.json).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
