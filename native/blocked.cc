@@ -135,10 +135,13 @@ int64_t blocked_bytes(const uint8_t* formats, int64_t panels, int64_t inner) {
 
 void linear_blocked(Isa isa, const Product& product, const Blocked& weights, const void* x, bool x_float32,
                     const Threads& threads) {
-  if (!product.rows) return;
-  Run run(isa, product, weights.formats, {{0, product.rows, weights.panels}});
-  run.quantize(x, x_float32, threads);
-  run.multiply(threads);
+  const int64_t rows = rows_in_use(x, x_float32, product.rows, product.inner);
+  if (rows) {
+    Run run(isa, product, weights.formats, {{0, rows, weights.panels}});
+    run.quantize(x, x_float32, threads);
+    run.multiply(threads);
+  }
+  clear_behind(product, rows);
 }
 
 void grouped_blocked(Isa isa, const Product& product, const Groups& groups, const Blocked& weights, const void* x,
@@ -153,8 +156,7 @@ void grouped_blocked(Isa isa, const Product& product, const Groups& groups, cons
     run.quantize(x, x_float32, threads);
     run.multiply(threads);
   }
-  const int64_t bytes = product.columns * (product.out_float32 ? sizeof(float) : sizeof(uint16_t));
-  std::memset(static_cast<char*>(product.out) + row * bytes, 0, (product.rows - row) * bytes);
+  clear_behind(product, row);
 }
 
 }  // namespace quire

@@ -13,7 +13,8 @@
 //
 // That line is the operand of a dot-product instruction, and 16 of them are a tile of AMX. Columns are padded to 16 and
 // the inner dimension to 64 bytes, both with zeros. A row's result does not depend on how many rows there are: every
-// path adds up the inner dimension in the same order whatever M is.
+// path adds up the inner dimension in the same order whatever M is. Rows of zeros at the end, which is what a step is padded
+// with, are not multiplied: their products are zeros.
 #pragma once
 
 #include <cstdint>
@@ -46,6 +47,12 @@ struct Product {
   void* out;  // [rows, columns], bfloat16 or float32
   bool out_float32;
 };
+
+// How many rows of x, bfloat16 or float32 [rows, inner], there are up to the last that is not all zeros.
+int64_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner);
+
+// Zeros in the rows of the output from one on.
+void clear_behind(const Product& product, int64_t first_row);
 
 // x is bfloat16 [rows, inner].
 void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads);

@@ -277,6 +277,8 @@ class FakeRunner:
         tokens = np.zeros((num_samples, 1), np.int32)
         columns = (samples.packed_index_S.tolist(), samples.position_S.tolist())
         for i, (at, position) in enumerate(zip(*columns, strict=True)):
+            if at == INVALID:
+                continue
             token = next_token(states[at], self.vocab_size)
             if samples.temperature_S is not None and samples.temperature_S[i]:
                 high, low = samples.seed_S2[i].tolist()

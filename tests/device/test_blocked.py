@@ -86,6 +86,20 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(isa, kind, out):
 
 
 @each_isa
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(isa, dtype):
+    tensor = stored(Format.Q8_0, 40, 64)
+    tensor.data[3, :2] = np.array([np.inf], np.float16).view(np.uint8)
+    weight, x = blocked(tensor), jnp.asarray(np.random.default_rng(5).standard_normal((40, 64)), dtype)
+    x = x.at[2].set(0).at[5:].set(0).at[30].set(-0.0)
+    got = np.asarray(linear(x, weight, None, isa), np.float32)
+    assert not got[5:].any()
+    assert np.isnan(got[2, 3]), "what is before the last counts, whatever it is"
+    np.testing.assert_array_equal(got[:5], np.asarray(linear(x[:5], weight, None, isa), np.float32))
+    assert not np.asarray(linear(x[5:], weight, None, isa), np.float32).any(), "nothing but padding"
+
+
+@each_isa
 def test_many_rows_are_those_of_few(isa):
     weight = blocked(stored(Format.Q4_1, 48, 4096))
     x = jnp.asarray(np.random.default_rng(3).standard_normal((300, 4096)), jnp.float32)

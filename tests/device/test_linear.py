@@ -137,6 +137,25 @@ def test_a_bad_number_stays_in_its_row_and_is_heard(isa):
 
 
 @needs_native
+@each_isa
+@pytest.mark.parametrize("int8", [False, True])
+def test_rows_of_zeros_at_the_end_are_not_multiplied(isa, int8):
+    """A step is padded with them, and costs what its other rows do. Infinite weights would make them NaN."""
+    x, weight = arrays(70, 65, 40)
+    x = x.at[2].set(0).at[5:].set(0).at[50].set(-0.0)
+    values, scale = quantize(weight, axis=0)
+    kind = Packed(pack(weight.at[:, 3].set(jnp.inf)), weight.shape[1:])
+    if int8:
+        kind = Int8(pack(values), scale.at[..., 3].set(jnp.inf), packed=True)
+    for out in (jnp.float32, jnp.bfloat16):
+        got = np.asarray(linear(x, kind, out, isa), np.float32)
+        assert not got[5:].any()
+        assert np.isnan(got[2, 3]), "what is before the last counts, whatever it is"
+        np.testing.assert_array_equal(got[:5], np.asarray(linear(x[:5], kind, out, isa), np.float32))
+        assert not np.asarray(linear(x[5:], kind, out, isa), np.float32).any(), "nothing but padding"
+
+
+@needs_native
 def test_a_row_of_zeros_is_zero_in_int8():
     values, scale = quantize(arrays(1, 32, 16)[1], axis=0)
     got = linear(jnp.zeros((3, 32), jnp.bfloat16), Int8(pack(values), scale, packed=True))

@@ -90,20 +90,22 @@ def test_every_query_head_runs_once_beside_its_own_kv_head(num_kv_heads, group_s
 # -- the same numbers --------------------------------------------------------------------------------------------
 
 
-def logits(config: ModelConfig, num_devices: int, *, kind: MatmulKind = PLAIN, attention: str = "xla") -> np.ndarray:
-    """Of every position of one prompt, by the model alone."""
+def hidden_states(
+    config: ModelConfig, num_devices: int = 1, *, kind: MatmulKind = PLAIN, attention: str = "xla", count: int = 13
+):
+    """Of 13 packed tokens, of which the first `count` are a prompt and the others padding; and the model's weights."""
     mesh, tokens = devices(num_devices), (np.arange(13, dtype=np.int32) * 7) % 90 + 1
-    padded, backend, count = padded_config(config, mesh), get_backend(attention), len(tokens)
+    padded, backend = padded_config(config, mesh), get_backend(attention)
     statics = ModelStatics(config=padded, backend=backend, mesh=mesh)
     params = prepare(
         config, dict(place_params(config, tiny_params(config), mesh=mesh, dtype="float32")), mesh=mesh, kind=kind
     )
     size = {"num_pages": 4, "page_size": 4, "dtype": jnp.dtype("float32")}
     caches = (kv_cache.create(kv_cache.abstract(backend, padded.attention, **size, mesh=mesh)),)
-    positions = np.arange(count, dtype=np.int32)
+    positions = np.arange(len(tokens), dtype=np.int32)
     layout = BatchLayout(
         positions_T=positions,
-        destinations_T=positions,
+        destinations_T=np.where(positions < count, positions, 4 * 4),
         page_table_BP=np.arange(4, dtype=np.int32)[None],
         kv_lens_B=np.array([count], np.int32),
         cu_q_lens_B1=np.array([0, count], np.int32),
@@ -111,7 +113,13 @@ def logits(config: ModelConfig, num_devices: int, *, kind: MatmulKind = PLAIN, a
     )
     run = jax.jit(partial(decoder, get_architecture(config.architecture).layer, statics=statics))
     hidden_TD, _ = run(params, caches, tokens, layout)
-    out = np.asarray(unembed(params, hidden_TD, padded))
+    return hidden_TD, params
+
+
+def logits(config: ModelConfig, num_devices: int, **how) -> np.ndarray:
+    """Of every position of one prompt, by the model alone."""
+    hidden_TD, params = hidden_states(config, num_devices, **how)
+    out = np.asarray(unembed(params, hidden_TD, padded_config(config, devices(num_devices))))
     assert np.isneginf(out[:, config.vocab_size :]).all()
     return out[:, : config.vocab_size]
 
@@ -144,6 +152,16 @@ def test_int8_is_int8_of_one_device(changes, num_devices):
     """The last bit of an activation may round otherwise: 1 / 127 / 127 of the largest of its token."""
     config = tiny_config("qwen2", **changes)
     np.testing.assert_allclose(logits(config, num_devices, kind=INT8), logits(config, 1, kind=INT8), atol=2e-3)
+
+
+@pytest.mark.parametrize("architecture", ["llama", slow("qwen2"), slow("gemma2"), slow("qwen3_moe"), slow("olmo2")])
+def test_padded_tokens_are_zeros_and_change_no_other(architecture):
+    """Zeros are what the native library does not multiply: a step costs what its tokens do, padded or not."""
+    config = tiny_config(architecture)
+    padded_TD, _ = hidden_states(config, attention="native", count=9)
+    assert not np.asarray(padded_TD)[9:].any()
+    whole_TD, _ = hidden_states(config, attention="native")
+    np.testing.assert_allclose(padded_TD[:9], whole_TD[:9], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -2,7 +2,8 @@
 
 `StepInputs` is a fixed schema of padded numpy arrays, built by `quire.engine.packer` from a plan. Padding is harmless
 by construction: a padded token's destination lies outside the pool and its write is dropped, a padded row has no
-tokens and no KV, a padded sample draws from token 0 and nobody reads it.
+tokens and no KV, and nobody reads what a padded sample draws. It is cheap, too: the hidden state of a padded token is
+zeros in every layer, and the native library does not multiply rows of zeros behind the last that has anything else.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -77,6 +78,13 @@ class BatchLayout:
     windows: tuple[WindowLayout, ...] = ()
     """For each pool of layers that see only a window."""
 
+    @property
+    def is_token_T(self) -> Any:
+        """Whether a packed token is one, and no padding; in a decode step, whether its row takes part in the round."""
+        if self.decode:
+            return self.kv_lens_B > 0
+        return jnp.arange(self.positions_T.shape[0], dtype=jnp.int32) < self.cu_q_lens_B1[-1]
+
     def of(self, pool: int) -> "BatchLayout":
         """The layout in one pool: 0 is that of the layers which see every position."""
         if pool == 0:
@@ -92,7 +100,7 @@ class SampleInputs:
     """What to draw, and how. On the host, what no sample of a step asks for is None, and is not shipped."""
 
     packed_index_S: Any
-    """The token whose logits are drawn from."""
+    """The token whose logits are drawn from; INVALID for padding."""
     position_S: Any
     """The position of the token drawn."""
     want_logprobs_S: Any = None
@@ -161,7 +169,7 @@ def default_samples(num_samples: int, vocab_size: int) -> SampleInputs:
         return np.full((num_samples, *dims), value, dtype)
 
     return SampleInputs(
-        packed_index_S=full(0, np.int32),
+        packed_index_S=full(INVALID, np.int32),
         position_S=full(0, np.int32),
         want_logprobs_S=full(False, np.bool_),
         want_top_S=full(False, np.bool_),

@@ -19,6 +19,7 @@ from quire.config import ModelConfig, WindowPoolSize
 from quire.device import kv_cache, native
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import (
+    INVALID,
     BatchLayout,
     SampleInputs,
     StepOutput,
@@ -165,7 +166,11 @@ class Programs:
                 hidden_TD, caches = decoder(layer, params, caches, tokens_T, layout, statics)
 
                 def draw_from(samples: SampleInputs) -> StepOutput:
-                    logits_SV = unembed(params, hidden_TD[samples.packed_index_S], statics.config)
+                    index_S = samples.packed_index_S
+                    hidden_SD = jnp.where(
+                        (index_S != INVALID)[:, None], hidden_TD[index_S], jnp.zeros((), hidden_TD.dtype)
+                    )
+                    logits_SV = unembed(params, hidden_SD, statics.config)
                     output = draw(logits_SV, samples, caches[0].tokens_MZ, layout.page_table_BP)
                     # A row that is not a number draws the last there is: of a padded vocabulary, the last token.
                     return replace(output, tokens_SR=jnp.minimum(output.tokens_SR, statics.config.vocab_size - 1))

@@ -221,7 +221,7 @@ def pack_samples(samples: Sequence[Sample], num_samples: int) -> SampleInputs:
         if asks & bit:
             given[name] = column("asks") & bit != 0
     return SampleInputs(
-        packed_index_S=_padded([sample.packed_index for sample in samples], num_samples, 0),
+        packed_index_S=_padded([sample.packed_index for sample in samples], num_samples, INVALID),
         position_S=_padded([sample.position for sample in samples], num_samples, 0),
         **given,
     )
@@ -242,7 +242,7 @@ def _pack_scores(scores: Sequence[Score], num_tokens: int) -> SampleInputs:
     if any(wants_top):
         given["want_top_S"] = _padded(wants_top, num_tokens, 0) != 0
     return SampleInputs(
-        packed_index_S=_padded([score.packed_index for score in scores], num_tokens, 0), position_S=None, **given
+        packed_index_S=_padded([score.packed_index for score in scores], num_tokens, INVALID), position_S=None, **given
     )
 
 

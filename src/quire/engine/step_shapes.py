@@ -1,14 +1,10 @@
 """The few shapes that every step is padded to: one program is compiled for each."""
 
-from itertools import pairwise
-
 from quire.config import EngineConfig
 from quire.device.inputs import StepShape
 
 MIN_ROWS = 4
 """On a CPU a matmul with fewer rows is several times slower than one with four."""
-MIN_HALFWAY_ROWS = 16
-"""From here on a step that is padded to twice its rows costs enough to have a program for halfway."""
 MIN_MIXED_TOKENS = 32
 MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
 
@@ -23,13 +19,7 @@ def step_shapes(config: EngineConfig) -> list[StepShape]:
     if config.deterministic:
         return [StepShape(most_tokens, most_rows, most_samples, decode=False)]
     rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
-    halfway = [low + (high - low) // 2 for low, high in pairwise(rows) if low >= MIN_HALFWAY_ROWS]
-    if len(rows) + len(halfway) <= MAX_DECODE_SHAPES:
-        rows = sorted(rows + halfway)
     tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
-    if config.drafts:
-        drafted = _ladder(MIN_ROWS, config.drafts, factor=2, most=MAX_DECODE_SHAPES)
-        tokens = [n for n in drafted if n < tokens[0]] + tokens  # a few rows, most of whose tokens are drafted
     decode = [StepShape(n, n, n, decode=True) for n in rows]
     return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
 

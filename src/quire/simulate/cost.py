@@ -1,7 +1,8 @@
 """How long a step takes: by what was measured on a machine, or by what the data sheet of a chip allows.
 
 Both know the few shapes that steps are padded to. A step that only decodes costs by its rounds and by the positions its
-rows read, a mixed one by its tokens and by the positions these see.
+rows read, a mixed one by its tokens and by the positions these see. Padding costs what it was seen to cost: next to
+nothing where the native library multiplies, as much as tokens do in plain XLA.
 """
 
 import json
@@ -18,9 +19,11 @@ from quire.config import check_whole
 from quire.core.plan import StepPlan
 from quire.field_error import FieldError
 
-FORMAT, VERSION = "quire calibration", 1
+FORMAT, VERSION = "quire calibration", 2
 MAX_FILE_BYTES = 1 << 20
 FITS = 3
+COSTS = ("dispatch", "row", "decode_token", "decode_position", "mixed_token", "mixed_position")
+"""Fields of `Calibration`: what a step costs beside its shape."""
 
 
 class PlanSize(NamedTuple):
@@ -74,9 +77,13 @@ class Calibration:
     knobs: dict[str, Any]
     """The engine's: page_size, num_pages, max_num_seqs, ..."""
     decode: dict[int, float]
-    """Rows that a program decodes -> seconds of one round."""
+    """Rows that a program can decode -> seconds of one round, beside those of its rows."""
     mixed: dict[int, float]
-    """Tokens of a mixed program -> seconds."""
+    """Tokens that a mixed program can hold -> seconds, beside those of its tokens."""
+    decode_token: float
+    """Seconds of each row in a round."""
+    mixed_token: float
+    """Seconds of each token of a mixed step."""
     dispatch: float
     """Seconds of any step."""
     row: float
@@ -98,9 +105,11 @@ class Calibration:
     def seconds(self, size: PlanSize) -> float:
         """See `Cost`. Beyond the largest shape that was measured, in proportion to it."""
         if size.decodes:
-            a_round = _at(self._ladders["decode"], self.decode, size.rows) + self.decode_position * size.positions
+            a_round = _at(self._ladders["decode"], self.decode, size.rows)
+            a_round += self.decode_token * size.rows + self.decode_position * size.positions
             return self.dispatch + self.row * size.rows + a_round * size.rounds
-        device = _at(self._ladders["mixed"], self.mixed, size.tokens) + self.mixed_position * size.positions
+        device = _at(self._ladders["mixed"], self.mixed, size.tokens)
+        device += self.mixed_token * size.tokens + self.mixed_position * size.positions
         return self.dispatch + self.row * size.rows + device
 
     def save(self, path: Path) -> None:
@@ -129,7 +138,7 @@ def load_calibration(path: Path) -> Calibration:
             data[name] = {int(size): _seconds(value) for size, value in data[name].items()}
             if not data[name] or min(data[name]) < 1:
                 raise ValueError(f"{name} has no shapes")
-        for name in ("dispatch", "row", "decode_position", "mixed_position", "seconds_per_move", "error"):
+        for name in (*COSTS, "seconds_per_move", "error"):
             data[name] = _seconds(data[name])
         check_whole("pages_per_move", data["pages_per_move"], 1, 1 << 20)
         if not isinstance(data["knobs"], dict):
@@ -160,26 +169,25 @@ def fit(
     Relative to what was measured, slow steps would count less, and their sum would come out too small.
     """
     decode, mixed = sorted(decode_shapes), sorted(mixed_shapes)
-    columns = ["dispatch", "row", "decode_position", "mixed_position", *decode, *[-n for n in mixed]]
+    columns = [*COSTS, *decode, *[-n for n in mixed]]
     matrix, seconds = np.zeros((len(steps), len(columns))), np.array([took for _, took in steps])
     for line, (size, _) in zip(matrix, steps, strict=True):
         line[:2] = 1, size.rows
         ladder, most = (decode, size.rows) if size.decodes else (mixed, size.tokens)
         shape = ladder[min(bisect_left(ladder, most), len(ladder) - 1)]
-        line[2 if size.decodes else 3] = size.positions * size.rounds
+        at = 2 if size.decodes else 4
+        line[at : at + 2] = size.tokens * size.rounds, size.positions * size.rounds
         line[columns.index(shape if size.decodes else -shape)] = size.rounds
     predicted, found = seconds, np.zeros(len(columns))
     for _ in range(FITS):
         found = _non_negative(matrix / predicted[:, None], seconds / predicted)
         predicted = np.maximum(matrix @ found, seconds.min())
     costs = dict(zip(columns, found.tolist(), strict=True))
+    seen = {column for column, values in zip(columns, matrix.T, strict=True) if values.any()}
     return Calibration(
-        decode=_filled({n: costs[n] for n in decode}),
-        mixed=_filled({n: costs[-n] for n in mixed}),
-        dispatch=costs["dispatch"],
-        row=costs["row"],
-        decode_position=costs["decode_position"],
-        mixed_position=costs["mixed_position"],
+        decode=_filled({n: costs[n] if n in seen else None for n in decode}),
+        mixed=_filled({n: costs[-n] if -n in seen else None for n in mixed}),
+        **{name: costs[name] for name in COSTS},
         error=float(np.median(np.abs(predicted / seconds - 1))),
         **about,
     )
@@ -196,9 +204,10 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
         del used[int(solution.argmin())]
 
 
-def _filled(costs: dict[int, float]) -> dict[int, float]:
+def _filled(costs: dict[int, float | None]) -> dict[int, float]:
     """A shape that no step had costs what the next larger one does."""
-    known = 0.0
+    filled, known = {}, 0.0
     for size in sorted(costs, reverse=True):
-        costs[size] = known = costs[size] or known
-    return costs
+        cost = costs[size]
+        filled[size] = known = known if cost is None else cost
+    return filled

@@ -104,14 +104,7 @@ def experts_mlp(
     """For `mlp` of `decoder_layer`: experts, and in layers that have none of them a plain feed-forward."""
     if "router" not in weights:
         return gated_mlp(weights, x_TD, statics)
-    return mixture(weights, x_TD, is_token(layout), statics)
-
-
-def is_token(layout: BatchLayout) -> Bool[Array, " T"]:
-    """Which of a step's packed tokens are any: not padding, and not those of rows that have ended before this round."""
-    if layout.decode:
-        return layout.kv_lens_B > 0
-    return jnp.arange(layout.positions_T.shape[0]) < layout.cu_q_lens_B1[-1]
+    return mixture(weights, x_TD, layout.is_token_T, statics)
 
 
 def mixture(

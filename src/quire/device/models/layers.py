@@ -68,12 +68,15 @@ def decoder(
 ) -> tuple[Float[Array, "T D"], Caches]:
     """Embed, run every layer, normalise. Returns the hidden state of each packed token and the new KV.
 
+    Padding is zeros from beginning to end, but for biases of what attention and feed-forward add.
+
     A page remembers the ids of its tokens beside their KV.
 
     The layer is one jitted function called L times: it is traced and lowered once for each kind of layer there is.
     """
     config = statics.config
     x_TD = look_up(params["embed"], tokens_T, like=params["norm"])
+    x_TD = jnp.where(layout.is_token_T[:, None], x_TD, jnp.zeros((), x_TD.dtype))
     if config.embedding_multiplier != 1:
         x_TD *= jnp.asarray(config.embedding_multiplier, x_TD.dtype)
     # Placed as x is: a first layer whose inputs are placed otherwise would be traced apart from the rest.
