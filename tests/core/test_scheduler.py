@@ -291,13 +291,17 @@ def test_a_preempted_score_does_not_score_twice(arrive):
     assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *range(101, 112)]
 
 
-def test_new_weights_score_an_unfinished_prompt_anew(arrive):
+@pytest.mark.parametrize(("is_preempted", "running"), [(False, "recompute"), (True, "recompute"), (True, "abort")])
+def test_new_weights_score_an_unfinished_prompt_anew(arrive, is_preempted, running):
+    """Who was preempted in the middle of it has not begun, has no pages, and has scores."""
     s = scheduler(rows=2, budget=4)
     scored = arrive(9, 0, prompt_logprobs=True)
     s.add(scored)
     run(s, steps=1)
     assert len(scored.prompt_logprobs) == 5
-    s.set_version(1, running="recompute")
+    if is_preempted:
+        s.preempt(scored, swap=False)
+    assert s.set_version(1, running=running) == []
     assert scored.prompt_logprobs == [None]
     run(s)
     assert [entry and entry.token_id for entry in scored.prompt_logprobs] == [None, *range(101, 109)]

@@ -321,18 +321,20 @@ class Scheduler:
             raise RuntimeError("a step is in flight: change weights between two steps")
         self.tables.weights = Weights(version, self.tables.weights.change + 1)
         begun = [*self.running, *(s for s in self.waiting if s.num_output or s.state is SequenceState.SWAPPED)]
+        aborted = []
         if running == "abort":
             families = {id(s.family): list(s.family) for s in begun}.values()
-            return [s for s in chain.from_iterable(families) if self.abort(s)]
+            aborted = [s for s in chain.from_iterable(families) if self.abort(s)]
         if running == "recompute":
-            for sequence in chain(self.running, self.waiting):
-                sequence.forget_prompt_scores()
             for sequence in begun:
                 if sequence.state is SequenceState.RUNNING:
                     self.preempt(sequence, swap=False)
                 elif sequence.state is SequenceState.SWAPPED:
                     self._lose_host_pages(sequence)
-        return []
+        if running != "keep":  # who waits may have lost its pages in the middle of a prompt that is scored
+            for sequence in self.waiting:
+                sequence.forget_prompt_scores()
+        return aborted
 
     def _lose_host_pages(self, sequence: Sequence) -> None:
         self.tables.release(sequence)
