@@ -176,7 +176,9 @@ double run_linear(Isa isa, bool int8) {
   std::vector<int8_t> whole(inner * columns);
   std::vector<float> scale(columns);
   std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < x.size; ++i) x.set(i, normal(random_bits));
+  const int64_t used = pick_of({rows, pick(0, rows)});  // behind them padding
+  for (int64_t i = 0; i < x.size; ++i) x.set(i, i < used * inner ? normal(random_bits) : 0.0f);
+  for (int64_t i = 0; i < out.size; ++i) out.set(i, NAN);
   for (int64_t i = 0; i < weight.size; ++i) {
     weight.set(i, normal(random_bits));
     whole[i] = static_cast<int8_t>(pick(-127, 127));

@@ -54,6 +54,8 @@ double run_blocked(quire::Isa isa, bool narrow) {
   }
   Array x(narrow, rows * inner), out(narrow, rows * columns);
   x.fill_normal();
+  for (int64_t i = pick_of({rows, pick(0, rows)}) * inner; i < x.size; ++i) x.set(i, 0);  // padding
+  for (int64_t i = 0; i < out.size; ++i) out.set(i, NAN);
   const quire::Product product{rows, inner, columns, nullptr, out.bytes.get(), !narrow};
   const quire::Blocked weights{reinterpret_cast<const Format*>(formats.data()), packed.get(), bytes};
   std::vector<int32_t> sizes(groups, static_cast<int32_t>(rows / groups));

@@ -332,7 +332,9 @@ class History:
         is_drafted = self.engine.stats().drafted_tokens > drafted_before
         least = min((self.params(e.sequence).max_rounds or 1024 for e in events if e.token_ids), default=0)
         for event in events:
-            most = (self.params(event.sequence).max_rounds or 1024) if is_drafted else least
+            request, toy = self.asked(event.sequence)
+            own = is_drafted or toy or request.params.structured  # drafts, and what a grammar forces, are its own
+            most = (self.params(event.sequence).max_rounds or 1024) if own else least
             if len(event.token_ids) > most:
                 raise MismatchError(
                     f"{event.sequence.name}: {len(event.token_ids)} tokens, {most} rounds were asked for"

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.core import commit
 from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.scheduler import WATCHED_ROUNDS
@@ -89,6 +91,17 @@ def test_rounds_and_backends_change_nothing(alone, knobs):
     prompts, params = mixed()
     with tiny_llm(tokenizer=tiny_tokenizer(), debug=True, **knobs) as other:
         assert answers(run(other, params, prompts)) == alone
+
+
+def test_what_is_forced_is_what_would_be_drawn(llm, alone):
+    prompts, params = mixed()
+    one_by_one = [replace(one, max_rounds=1) if one.structured else one for one in params]
+    steps = llm.engine.stats().steps
+    assert answers(run(llm, one_by_one, prompts)) == alone
+    assert answers(run(llm, [replace(one, logprobs=0) for one in params], prompts)) == alone
+    drawn = (llm.engine.stats().steps - steps) / 2
+    assert answers(run(llm, params, prompts)) == alone
+    assert llm.engine.stats().steps - steps < 2.9 * drawn
 
 
 @pytest.mark.parametrize("preemption", [slow("recompute"), "swap"])
@@ -289,8 +302,9 @@ def test_a_prompt_is_scored_whatever_its_sequence_may_say(llm):
         np.testing.assert_allclose(scores, llm.score(prompt), atol=1e-4)
 
 
-def request(name: str, **params) -> Request:
-    return Request(id=name, prompt_token_ids=(1, 2, 3), params=SamplingParams(**params))
+def request(name: str, *, priority: int = 0, prompt_len: int = 3, **params) -> Request:
+    prompt = tuple(range(1, prompt_len + 1)) if prompt_len < 8 else (1, 2, 3, 4) * (prompt_len // 4)
+    return Request(id=name, prompt_token_ids=prompt, params=SamplingParams(**params), priority=priority)
 
 
 def test_a_constrained_row_waits_for_the_host_after_every_token_and_others_go_on():
@@ -302,6 +316,88 @@ def test_a_constrained_row_waits_for_the_host_after_every_token_and_others_go_on
         counts = {event.sequence: len(event.token_ids) for event in engine.step()}
         assert counts == {free: WATCHED_ROUNDS, constrained: 1}
     assert len(engine.step()[0].token_ids) == 16, "alone again"
+
+
+class OneOfTwoThenOne(ToyGrammar):
+    """A grammar that leaves a choice behind every third token, and allows nothing after twenty-four."""
+
+    @property
+    def accepts(self):
+        return len(self.seen) == 24
+
+    def mask(self):
+        allowed = () if self.accepts else (3, 5) if len(self.seen) % 3 == 0 else (4,)
+        return np.array([sum(1 << token for token in allowed)], np.uint32)
+
+    def advance(self, output_token_ids):
+        self.seen = tuple(output_token_ids)
+        return True
+
+    def copy(self):
+        return OneOfTwoThenOne(self.seen)
+
+
+def test_what_a_grammar_forces_comes_with_the_token_before_it():
+    outputs = []
+    for asked, counts in (({}, [3] * 8), ({"max_rounds": 2}, [2, 1] * 8), ({"logprobs": 0}, [1] * 24)):
+        engine = fake_engine(eos_ids=(), max_rounds=16, num_pages=40, debug=True)
+        (sequence,) = engine.add(request("x", temperature=0, max_tokens=40, **asked), OneOfTwoThenOne())
+        got = []
+        while sequence.finish_reason is None:
+            got += [len(event.token_ids) for event in engine.step()]
+        assert got == counts
+        assert (sequence.finish_reason, sequence.num_output) == ("stop", 24)
+        assert engine.stats().generated_tokens == 24
+        assert engine.stats().computed_tokens == 3 + 24 - counts[-1], "every token once, but for the last drawn"
+        engine.audit()
+        outputs.append(sequence.output_token_ids)
+    assert outputs[1:] == outputs[:1] * 2
+    assert {3, 5} <= set(outputs[0])
+
+
+def test_a_long_stretch_that_is_forced_takes_several_steps_and_ends_with_its_budget(monkeypatch):
+    monkeypatch.setattr(commit, "MAX_FORCED", 16)
+    engine = fake_engine(eos_ids=(), num_pages=60, debug=True)
+    only = type("Only", (OneOfTwoThenOne,), {"mask": lambda self: np.array([1 << 4], np.uint32), "accepts": False})
+    (sequence,) = engine.add(request("x", temperature=0, max_tokens=40), only())
+    counts = []
+    while sequence.finish_reason is None:
+        counts += [len(event.token_ids) for event in engine.step()]
+    assert counts == [1 + 16, 1 + 16, 40 - 2 * (1 + 16)]
+    assert (sequence.finish_reason, sequence.output_token_ids) == ("length", [4] * 40)
+
+
+def test_what_is_forced_takes_no_place_from_others(monkeypatch):
+    """Nor does a prompt before it in order take its own."""
+    monkeypatch.setattr(commit, "MAX_FORCED", 4)
+    engine = fake_engine(eos_ids=(), num_pages=400, max_num_seqs=4, max_num_batched_tokens=8, debug=True)
+    only = type("Only", (OneOfTwoThenOne,), {"mask": lambda self: np.array([1 << 4], np.uint32), "accepts": False})
+    forced = [engine.add(request(name, temperature=0, max_tokens=60), only())[0] for name in "ab"]
+    (free,) = engine.add(request("free", temperature=0, max_tokens=60))
+    while not free.num_output:
+        engine.step()
+    (first,) = engine.add(request("first", temperature=0, max_tokens=1, priority=1, prompt_len=40))
+    while first.finish_reason is None:
+        before = free.num_output, *(sequence.num_computed for sequence in forced)
+        engine.step()
+        after = free.num_output, *(sequence.num_computed for sequence in forced)
+        ended = [True, *(sequence.finish_reason is not None for sequence in forced)]
+        assert all(now > then or end for then, now, end in zip(before, after, ended, strict=True))
+        assert free.num_output > before[0]
+
+
+@pytest.mark.parametrize("num_forced", [1, 2])
+def test_a_fork_goes_on_behind_what_is_forced(num_forced):
+    engine = fake_engine(eos_ids=(), num_pages=60, debug=True)
+    (parent,) = engine.add(request("x", temperature=0, max_tokens=40, max_rounds=1 + num_forced), OneOfTwoThenOne())
+    engine.step()
+    assert parent.num_output == 1 + num_forced
+    child = engine.fork(parent)
+    while engine.has_work:
+        engine.step()
+        engine.audit()
+    assert child.output_token_ids == parent.output_token_ids
+    assert (child.finish_reason, child.num_output) == ("stop", 24)
 
 
 class FailsAtThree:

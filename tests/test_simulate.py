@@ -204,6 +204,20 @@ def test_costs_are_found_again():
         assert found.seconds(size) == pytest.approx(true.seconds(size))
 
 
+def test_a_shape_that_no_step_had_costs_what_its_neighbour_does():
+    rng = random.Random(0)
+    sizes = [PlanSize(n, n, rounds, n * rng.randint(1, 5000)) for n in (5, 6, 7, 8) for rounds in (1, 4, 16)] * 9
+    sizes += [PlanSize(rng.randint(1, 8), tokens, 1, rng.randint(1, 100_000)) for tokens in range(20, 60)]
+    true = replace(CALIBRATION, decode={8: 0.015, 16: 0.015}, mixed={64: 0.05, 256: 0.05})
+    about = {"model": "none", "machine": "none", "knobs": {}, "seconds_per_move": 0.0, "pages_per_move": 1}
+    steps = [(size, true.seconds(size)) for size in sizes]
+    found = fit(steps, decode_shapes=[4, 8, 16], mixed_shapes=[16, 64, 256], **about)
+    assert found.decode[4] == found.decode[8] == found.decode[16]
+    assert found.mixed[16] == found.mixed[64] == found.mixed[256]
+    for size in (PlanSize(3, 3, 4, 30), PlanSize(12, 12, 4, 120), PlanSize(2, 200, 1, 1000)):
+        assert found.seconds(size) == pytest.approx(true.seconds(size), rel=0.02)
+
+
 def test_noise_does_not_make_steps_cheaper():
     """Of steps that take longer now and then, the sum is predicted, not the usual one."""
     rng = np.random.default_rng(0)

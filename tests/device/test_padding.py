@@ -154,7 +154,9 @@ def test_int8_is_int8_of_one_device(changes, num_devices):
     np.testing.assert_allclose(logits(config, num_devices, kind=INT8), logits(config, 1, kind=INT8), atol=2e-3)
 
 
-@pytest.mark.parametrize("architecture", ["llama", slow("qwen2"), slow("gemma2"), slow("qwen3_moe"), slow("olmo2")])
+@pytest.mark.parametrize(
+    "architecture", ["llama", slow("qwen2"), slow("gemma2"), slow("qwen3_moe"), slow("olmo2"), slow("gpt_oss")]
+)
 def test_padded_tokens_are_zeros_and_change_no_other(architecture):
     """Zeros are what the native library does not multiply: a step costs what its tokens do, padded or not."""
     config = tiny_config(architecture)

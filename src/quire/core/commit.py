@@ -1,7 +1,8 @@
 """The judge of a finished step: which tokens are accepted, whether a sequence ends with them, how far it was computed.
 
 The device's own stop test is an optimisation. A row may have computed and drawn more than is accepted here; what comes
-after the first stop is dropped, with its log-probabilities and pages.
+after the first stop is dropped, with its log-probabilities and pages. A row with a grammar may get more than it drew:
+the tokens that have to follow.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,9 @@ from quire.core.plan import Row, Sample, StepPlan, StepResult, TokenResult
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
 from quire.core.stopping import FinishReason, Grammar
 
+MAX_FORCED = 64
+"""Tokens that grammars leave no choice about and that are accepted in one step, at most: all rows wait for them."""
+
 
 def accept_tokens(
     samples: Iterable[tuple[int, Sample]],
@@ -21,12 +25,14 @@ def accept_tokens(
     version: Version,
     drafts: Mapping[int, SequenceOf[int]],
 ) -> list[TokenEvent]:
-    """Append what was drawn to its sequences, up to the first stop. `samples` come with their index in the result.
+    """Append what was drawn to its sequences, and what grammars force behind it, up to the first stop.
+
+    `samples` come with their index in the result.
 
     `drafts` are those of rows: of such a row there is one sample, and what was drawn behind its drafts follows it in
     the result.
     """
-    events = []
+    events, forced_left = [], MAX_FORCED
     all_tokens = result.tokens_SR.tolist()
     for i, sample in samples:
         sequence = sample.sequence
@@ -48,18 +54,41 @@ def accept_tokens(
         for n, token_id in enumerate(tokens):
             if token_id < 0:
                 break
-            sequence.output_token_ids.append(token_id)
-            sequence.num_tokens += 1
-            sequence.weight_versions.append(version)
             accepted.append(token_id)
             if sequence.params.logprobs is not None:
                 at = (i + n, 0) if drafted else (i, n)
                 sequence.logprobs.append(_logprob(sequence, result, at, processed=True))
-            reason = stop_reason(sequence)
+            reason = _accept(sequence, token_id, version)
             if reason is not None:
                 break
+        while reason is None and forced_left and (forced := _forced_token(sequence, len(accepted))) is not None:
+            accepted.append(forced)
+            reason = _accept(sequence, forced, version)
+            forced_left -= 1
         events.append(TokenEvent(sequence, tuple(accepted), reason))
     return events
+
+
+def _accept(sequence: Sequence, token_id: int, version: Version) -> FinishReason | None:
+    """Append a token; returns why the sequence ends with it, if it does."""
+    sequence.output_token_ids.append(token_id)
+    sequence.num_tokens += 1
+    sequence.weight_versions.append(version)
+    return stop_reason(sequence)
+
+
+def _forced_token(sequence: Sequence, num_accepted: int) -> int | None:
+    """The token that a grammar allows next, if there is exactly one: it would be drawn whatever the logits are.
+
+    So nothing is computed to draw it; its KV is, in the next step. Not behind a step that drew nothing, not where its
+    log-probability is asked for, and not where the request wants no more tokens at once.
+    """
+    params = sequence.params
+    if sequence.mask is None or params.logprobs is not None or num_accepted in (0, params.max_rounds):
+        return None
+    words = np.flatnonzero(sequence.mask)
+    word = int(sequence.mask[words[0]]) if len(words) == 1 else 0
+    return int(words[0]) * 32 + word.bit_length() - 1 if word.bit_count() == 1 else None
 
 
 def agreed_draws(draws: SequenceOf[int], drafts: SequenceOf[int]) -> SequenceOf[int]:

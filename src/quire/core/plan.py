@@ -103,7 +103,8 @@ class StepPlan:
     @property
     def has_long_prompts(self) -> bool:
         """Whether most of its tokens are of prompts: then its time tells what a token costs."""
-        return self.num_tokens > 2 * len(self.rows) and not self.drafts
+        of_prompts = sum(row.num_tokens for row in self.rows if row.first < row.sequence.prompt_len)
+        return of_prompts > 2 * len(self.rows)
 
 
 class TokenResult(Protocol):

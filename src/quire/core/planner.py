@@ -12,7 +12,7 @@ class Planner:
     """One plan in the making.
 
     Until a running sequence is claimed, the token (if it decodes) and the sample that are its due are set aside, so
-    that a long prompt before it in order cannot take them.
+    that a long prompt before it in order, or what a grammar forced there, cannot take them.
     """
 
     def __init__(self, max_tokens: int, max_samples: int, running: SequenceOf[Sequence]) -> None:
@@ -21,13 +21,13 @@ class Planner:
         """Who got a row in this very plan; the newest last."""
         self._tokens_left = max_tokens
         self._samples_left = max_samples
-        self._tokens_set_aside = sum(s.num_tokens - s.num_computed == 1 for s in running)
+        self._tokens_set_aside = sum(map(_decodes, running))
         self._samples_set_aside = len(running)
 
     def claim(self, sequence: Sequence) -> int:
         """A running sequence's turn: what was set aside for it goes to the common budget. Returns its share of that."""
         self._samples_set_aside -= 1
-        if sequence.num_tokens - sequence.num_computed == 1:
+        if _decodes(sequence):
             self._tokens_set_aside -= 1
         return self.share(sequence, sequence.num_computed)
 
@@ -79,6 +79,11 @@ class Planner:
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
         self._samples_left -= len(samples) - num_samples_before
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Whether a token in every step is its due. It may have more to compute: what its grammar forced."""
+    return sequence.num_tokens - sequence.num_computed == 1 or sequence.num_computed >= sequence.prompt_len
 
 
 def add_drafts(plan: StepPlan, tables: PageTables, drafts: Mapping[int, list[int]]) -> None:

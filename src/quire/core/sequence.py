@@ -6,7 +6,8 @@ Its tokens, its page table and how far its KV has been computed. Nothing here kn
     positions    0                   prompt_len              len(tokens)
     KV computed  0 ....................................... num_computed
 
-The newest token has no KV yet: that is written by the step that computes the token after it.
+The newest token has no KV yet, nor have those that a grammar forced behind it: the step that computes the token after
+them writes it.
 """
 
 from array import array

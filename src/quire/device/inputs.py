@@ -2,8 +2,9 @@
 
 `StepInputs` is a fixed schema of padded numpy arrays, built by `quire.engine.packer` from a plan. Padding is harmless
 by construction: a padded token's destination lies outside the pool and its write is dropped, a padded row has no
-tokens and no KV, and nobody reads what a padded sample draws. It is cheap, too: the hidden state of a padded token is
-zeros in every layer, and the native library does not multiply rows of zeros behind the last that has anything else.
+tokens and no KV, and nobody reads what a padded sample draws. It is cheap, too, where the native library multiplies: a
+padded token's hidden state is zeros in every layer, and rows of zeros behind the last that has anything else are left
+out.
 """
 
 from dataclasses import dataclass, field, fields, replace

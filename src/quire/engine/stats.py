@@ -76,15 +76,13 @@ class StepCounters:
 
     def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> None:
         """Take in a committed step."""
-        num_rounds = 1 if plan.drafts else max((len(event.token_ids) for event in events), default=1)
-        num_generated = sum(len(event.token_ids) for event in events)
+        rounds_of = {row.sequence: row.max_rounds for row in plan.rows}
+        drawn = [min(len(event.token_ids), rounds_of.get(event.sequence, 1)) for event in events]
         self.steps += 1
-        self.rounds += num_rounds
+        self.rounds += max(drawn, default=1)
         self.rows += len(plan.rows)
-        self.computed_tokens += plan.num_tokens
-        if num_rounds > 1:  # every token but a row's last one was computed as well
-            self.computed_tokens += num_generated - len(events)
-        self.generated_tokens += num_generated
+        self.computed_tokens += plan.num_tokens + sum(n - 1 for n in drawn if n > 1)  # but for what it drew last
+        self.generated_tokens += sum(len(event.token_ids) for event in events)
         self.page_copies += sum(len(operations.copies) for operations in plan.operations)
 
 

@@ -4,7 +4,7 @@ from quire.config import EngineConfig
 from quire.device.inputs import StepShape
 
 MIN_ROWS = 4
-"""On a CPU a matmul with fewer rows is several times slower than one with four."""
+"""In XLA on a CPU a matmul with fewer rows is several times slower than one with four."""
 MIN_MIXED_TOKENS = 32
 MAX_DECODE_SHAPES, MAX_MIXED_SHAPES = 8, 4
 

@@ -97,7 +97,7 @@ class Calibration:
     pages_per_move: int
     error: float
     """How far off it is for the steps it was made from: the median of |predicted / measured - 1|."""
-    _ladders: dict[str, list[int]] = field(default_factory=dict, compare=False, repr=False)
+    _ladders: dict[str, list[int]] = field(init=False, default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         self._ladders.update(decode=sorted(self.decode), mixed=sorted(self.mixed))
@@ -205,9 +205,9 @@ def _non_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
 
 
 def _filled(costs: dict[int, float | None]) -> dict[int, float]:
-    """A shape that no step had costs what the next larger one does."""
-    filled, known = {}, 0.0
-    for size in sorted(costs, reverse=True):
-        cost = costs[size]
+    """A shape that no step had costs what the next larger one does, or else what the largest one that had any does."""
+    known = next((cost for _, cost in sorted(costs.items(), reverse=True) if cost is not None), 0.0)
+    filled = {}
+    for size, cost in sorted(costs.items(), reverse=True):
         filled[size] = known = known if cost is None else cost
     return filled

@@ -68,7 +68,7 @@ def decoder(
 ) -> tuple[Float[Array, "T D"], Caches]:
     """Embed, run every layer, normalise. Returns the hidden state of each packed token and the new KV.
 
-    Padding is zeros from beginning to end, but for biases of what attention and feed-forward add.
+    Padding is zeros from beginning to end, as far as the attention backend makes none of it anything else.
 
     A page remembers the ids of its tokens beside their KV.
 
@@ -161,7 +161,9 @@ def attend(
         statics.backend, statics.mesh, kv, q_TNH, k_TKH, v_TKH, layout, attention, weights.get("sinks")
     )
     out_TD = linear(out_TNH.reshape(x_TD.shape[0], -1), weights["output"])
-    return out_TD + weights["output_bias"][None] if "output_bias" in weights else out_TD, kv
+    if "output_bias" in weights:
+        out_TD = jnp.where(layout.is_token_T[:, None], out_TD + weights["output_bias"][None], out_TD)
+    return out_TD, kv
 
 
 def project_qkv(
