@@ -14,6 +14,8 @@ import pytest
 from quire import SamplingParams
 from quire.bench import http_client, measure
 from quire.bench.bare_loop import BareLoop
+from quire.bench.steps import calibrate
+from quire.simulate.cost import PlanSize
 from tests.tiny import tiny_config, tiny_llm
 
 PEER = """
@@ -143,3 +145,13 @@ def test_a_url_without_v1_is_told_so(path, is_told):
     with pytest.raises(ValueError, match="/models answers 404: no such route") as error:
         asyncio.run(ask())
     assert ("--url ends in /v1" in str(error.value)) is is_told
+
+
+def test_steps_are_calibrated_and_sizes_that_do_not_fit_are_refused_at_once(llm):
+    sizes = {"model": "tiny", "rows": (1, 2, 4), "new_tokens": 3, "repeats": 1}
+    found = calibrate(llm, prompt_len=6, **sizes)
+    assert found.knobs["max_model_len"] == llm.engine.max_model_len
+    assert found.seconds(PlanSize(2, 2, 4, 40)) > found.seconds(PlanSize(2, 2, 1, 40)) > 0
+    with pytest.raises(ValueError, match=f"prompt_len=999 .* max_model_len={llm.engine.max_model_len}"):
+        calibrate(llm, prompt_len=999, **sizes)
+    assert not llm.engine.has_work

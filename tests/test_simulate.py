@@ -388,3 +388,13 @@ def test_a_chip_is_simulated_by_its_data_sheet(tmp_path, capsys):
         assert "no measurement" in captured.err
         waits.append(json.loads(captured.out)["first_token_s_p50"])
     assert waits[1] == pytest.approx(2 * waits[0], rel=0.2)
+
+
+def test_a_pool_smaller_than_the_models_length_is_simulated_up_to_what_it_holds(capsys, tmp_path):
+    """Llama-3.1-8B has 131,072 positions, and one v6e beside its weights pages for fewer."""
+    config = Path(__file__).parents[1] / "bench" / "configs" / "Llama-3.1-8B.json"
+    trace = write_trace(tmp_path / "trace.csv")
+    command = ["simulate", "--model", str(config), "--topology", "v6e:1x1", "--trace", str(trace)]
+    assert main(command) == 0, capsys.readouterr().err
+    assert main([*command, "--max-model-len", "131072"]) == 2
+    assert "max_model_len=131072" in capsys.readouterr().err

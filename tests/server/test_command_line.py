@@ -9,7 +9,7 @@ import typing
 import pytest
 
 from quire import LLM, EngineConfig, SamplingParams
-from quire.cli import build_parser, main, sampling_params
+from quire.cli import bench, build_parser, engine_knobs, main, sampling_params
 from quire.config import EngineKnobs
 from quire.testing import fake_engine
 from tests.server.tiny_folder import write_tiny_folder
@@ -86,6 +86,21 @@ def test_flags_may_stand_before_between_and_behind_prompts(args):
 def test_a_benchmarks_flags_may_stand_before_its_model():
     parsed = build_parser().parse_args(["bench", "throughput", "--rows", "2", "m"])
     assert (parsed.kind, parsed.model) == ("throughput", "m")
+
+
+@pytest.mark.parametrize("command", [["generate"], ["chat"], ["serve"], ["bench", "throughput"], ["bench", "steps"]])
+def test_a_follower_comes_to_the_leaders_engine_from_the_same_flags(command, monkeypatch):
+    """It sees no prompt: what the leader would go by how many there are is the default in a group."""
+    flags = [*command, "m", "--num-processes", "2", "--coordinator", "127.0.0.1:7411", "--mesh", "model=2"]
+    followed = []
+    monkeypatch.setattr("quire.following.follow", lambda model, **knobs: followed.append(knobs))
+    assert main([*flags, "--process-id", "1"]) == 0
+    leader = build_parser().parse_args(flags)
+    knobs = bench.knobs(leader) if command[0] == "bench" else engine_knobs(leader)
+    (follower,) = followed
+    assert follower.pop("revision") is None
+    assert follower == knobs | {"process_id": 1}
+    assert follower["max_num_seqs"]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from quire.bench.measure import random_prompts
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.engine.step_shapes import step_shapes
+from quire.field_error import FieldError
 from quire.llm import LLM
 from quire.simulate.cost import Calibration, PlanSize, fit, size_of
 
@@ -22,6 +23,13 @@ def calibrate(
     llm: LLM, *, model: str, rows: Sequence[int], prompt_len: int, new_tokens: int, repeats: int
 ) -> Calibration:
     """Time steps of all sizes and say what they cost."""
+    longest, limit = 2 * (prompt_len + new_tokens), llm.engine.max_model_len
+    if longest > limit:
+        raise FieldError(
+            f"prompt_len={prompt_len} and new_tokens={new_tokens} make sequences of up to twice as many tokens, "
+            f"{longest}, and max_model_len={limit}; lower the first two, or raise the last",
+            field="prompt_len",
+        )
     return fit_steps(llm, timed_steps(llm, rows, prompt_len, new_tokens, repeats), model)
 
 

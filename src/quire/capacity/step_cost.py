@@ -50,7 +50,10 @@ class RooflineCost:
 def roofline_cost(
     path: Path, config: EngineConfig, topology: Topology, efficiency: float = 1.0
 ) -> tuple[RooflineCost, dict[str, Any]]:
-    """The cost of steps of a model on a slice, and the knobs of an engine there: its pages are those that fit."""
+    """The cost of steps of a model on a slice, and the knobs of an engine there: its pages are those that fit.
+
+    Its longest sequence is the model's, or what all of these hold, unless the config says.
+    """
     if not 0 < efficiency <= 1:
         raise FieldError(f"efficiency={efficiency} must be above 0 and at most 1", field="efficiency")
     if config.num_host_pages:
@@ -72,4 +75,7 @@ def roofline_cost(
         tuple(sorted(shape.num_tokens for shape in shapes if shape.decode)),
         tuple(sorted(shape.num_tokens for shape in shapes if not shape.decode)),
     )
-    return cost, {"num_pages": config.num_pages or memory.num_pages, "num_host_pages": 0, "max_model_len": length}
+    num_pages = config.num_pages or memory.num_pages
+    if config.max_model_len is None:
+        length = min(length, num_pages * config.page_size)
+    return cost, {"num_pages": num_pages, "num_host_pages": 0, "max_model_len": length}

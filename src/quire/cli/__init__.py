@@ -126,7 +126,7 @@ def _run(args: argparse.Namespace) -> int:
     if getattr(args, "process_id", 0):
         from quire.following import follow
 
-        follow(args.model, revision=args.revision, **engine_knobs(args))
+        follow(args.model, revision=args.revision, **_knobs_of_a_follower(args))
         return 0
     if args.command == "doctor":
         from quire.cli import doctor
@@ -440,7 +440,19 @@ def knobs_of(config: type, args: argparse.Namespace) -> dict[str, typing.Any]:
 
 def engine_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
     """The engine's fields from parsed flags."""
-    return knobs_of(EngineConfig, args)
+    knobs = knobs_of(EngineConfig, args)
+    if knobs["max_num_seqs"] is None and knobs["num_processes"] > 1:
+        knobs["max_num_seqs"] = EngineConfig.max_num_seqs  # only the leader knows how many prompts there are
+    return knobs
+
+
+def _knobs_of_a_follower(args: argparse.Namespace) -> dict[str, typing.Any]:
+    """The same that the leader of a group comes to from the same flags."""
+    if args.command != "bench":
+        return engine_knobs(args)
+    from quire.cli import bench
+
+    return bench.knobs(args)
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams) -> SamplingParams:

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("serve needs --trace FILE, a CSV of arrivals such as bench/traces/azure_conv_2023.csv")
     if args.kind == "steps" and args.json in (None, "-"):
         raise ValueError("steps needs --json FILE: quire simulate --calibration FILE reads it")
-    with LLM(args.model, revision=args.revision, quiet=args.json == "-", **_knobs(args)) as llm:
+    with LLM(args.model, revision=args.revision, quiet=args.json == "-", **knobs(args)) as llm:
         if args.kind == "steps":
             return _calibrate(args, llm)
         return _print(args, _measure(args, llm))
@@ -88,7 +88,7 @@ def _measure(args: argparse.Namespace, llm: LLM) -> Iterator[Result]:
     return {"fork": measure.fork, "host": measure.host}[args.kind](llm, **batch, new_tokens=args.new_tokens)
 
 
-def _knobs(args: argparse.Namespace) -> Result:
+def knobs(args: argparse.Namespace) -> Result:
     """The engine's, as small as the measurement allows: what is not used is not compiled."""
     knobs = engine_knobs(args)
     most_rows = {"latency": 1, "prefix": 1, "serve": 64}.get(args.kind, max(args.rows))
