@@ -133,17 +133,6 @@ int64_t blocked_bytes(const uint8_t* formats, int64_t panels, int64_t inner) {
   return bytes;
 }
 
-void linear_blocked(Isa isa, const Product& product, const Blocked& weights, const void* x, bool x_float32,
-                    const Threads& threads) {
-  const int64_t rows = rows_in_use(x, x_float32, product.rows, product.inner);
-  if (rows) {
-    Run run(isa, product, weights.formats, {{0, rows, weights.panels}});
-    run.quantize(x, x_float32, threads);
-    run.multiply(threads);
-  }
-  clear_behind(product, rows);
-}
-
 void grouped_blocked(Isa isa, const Product& product, const Groups& groups, const Blocked& weights, const void* x,
                      bool x_float32, const Threads& threads) {
   std::vector<Span> spans;
@@ -157,6 +146,12 @@ void grouped_blocked(Isa isa, const Product& product, const Groups& groups, cons
     run.multiply(threads);
   }
   clear_behind(product, row);
+}
+
+void linear_blocked(Isa isa, const Product& product, const Blocked& weights, const void* x, bool x_float32,
+                    const Threads& threads) {
+  const int32_t rows = rows_in_use(x, x_float32, product.rows, product.inner);
+  grouped_blocked(isa, product, {1, &rows}, weights, x, x_float32, threads);
 }
 
 }  // namespace quire

@@ -101,7 +101,7 @@ void run_expanded(const Part& part, ProductPiece piece) {
 void run_parts(const std::vector<Part>& parts, const Threads& threads) {
   std::vector<int64_t> ends;  // of each part's tasks
   for (const Part& part : parts) ends.push_back((ends.empty() ? 0 : ends.back()) + part.num_tasks());
-  if (ends.empty() || !ends.back()) return;
+  if (ends.empty()) return;
   const auto part_of = [&](int64_t task) { return std::upper_bound(ends.begin(), ends.end(), task) - ends.begin(); };
   const auto piece_of = [&](int64_t task) {
     const int64_t part = part_of(task);
@@ -245,13 +245,13 @@ void run_groups(Isa isa, const Product& product, const Groups& groups, const voi
 
 // Of floats as the bits they are: the sign of a zero does not count.
 template <class Bits>
-int64_t used_rows(const Bits* x, int64_t rows, int64_t inner) {
+int32_t used_rows(const Bits* x, int64_t rows, int64_t inner) {
   for (; rows; --rows) {
     Bits found = 0;
     for (int64_t i = 0; i < inner; ++i) found |= static_cast<Bits>(x[(rows - 1) * inner + i] << 1);
     if (found) break;
   }
-  return rows;
+  return static_cast<int32_t>(rows);
 }
 
 template <class Value>
@@ -280,30 +280,13 @@ void pack(const Matrix& matrix, void* packed, const Threads& threads) {
   pack_values<uint8_t>(matrix, packed, threads);
 }
 
-int64_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner) {
+int32_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner) {
   return float32 ? used_rows(static_cast<const uint32_t*>(x), rows, inner) : used_rows(static_cast<const uint16_t*>(x), rows, inner);
 }
 
 void clear_behind(const Product& product, int64_t first_row) {
   const int64_t bytes = product.columns * (product.out_float32 ? sizeof(float) : sizeof(uint16_t));
   std::memset(static_cast<char*>(product.out) + first_row * bytes, 0, (product.rows - first_row) * bytes);
-}
-
-void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads) {
-  Product used = product;
-  used.rows = rows_in_use(x, false, product.rows, product.inner);
-  const FloatRows rows(isa, x, false, used.rows, used.inner, threads);
-  run_parts({Part(choose(isa, sizeof(uint16_t)), rows.piece(used))}, threads);
-  clear_behind(product, used.rows);
-}
-
-void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
-                 const Threads& threads) {
-  Product used = product;
-  used.rows = rows_in_use(x, x_float32, product.rows, product.inner);
-  const Int8Rows rows(isa, used, x, x_float32, used.rows, threads);
-  run_parts({int8_part(isa, rows.piece(used, column_scale))}, threads);
-  clear_behind(product, used.rows);
 }
 
 void grouped_float(Isa isa, const Product& product, const Groups& groups, const void* x, bool float32,
@@ -329,6 +312,17 @@ void grouped_int8(Isa isa, const Product& product, const Groups& groups, const v
   }
   run_parts(parts, threads);
   clear_behind(product, num_rows(all));
+}
+
+void linear_bf16(Isa isa, const Product& product, const uint16_t* x, const Threads& threads) {
+  const int32_t rows = rows_in_use(x, false, product.rows, product.inner);
+  grouped_float(isa, product, {1, &rows}, x, false, threads);
+}
+
+void linear_int8(Isa isa, const Product& product, const void* x, bool x_float32, const float* column_scale,
+                 const Threads& threads) {
+  const int32_t rows = rows_in_use(x, x_float32, product.rows, product.inner);
+  grouped_int8(isa, product, {1, &rows}, x, x_float32, column_scale, threads);
 }
 
 }  // namespace quire

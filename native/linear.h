@@ -49,7 +49,7 @@ struct Product {
 };
 
 // How many rows of x, bfloat16 or float32 [rows, inner], there are up to the last that is not all zeros.
-int64_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner);
+int32_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner);
 
 // Zeros in the rows of the output from one on.
 void clear_behind(const Product& product, int64_t first_row);
