@@ -18,6 +18,7 @@ import numpy as np
 
 from quire.config import AttentionConfig, EngineConfig, ExpertsConfig, ModelConfig, RotaryConfig
 from quire.device.attention import xla
+from quire.device.inputs import StepShape
 from quire.device.mesh import make_mesh
 from quire.device.programs import Programs
 from quire.device.sampler import rows_at_once
@@ -83,21 +84,24 @@ def programs_of(model: ModelConfig, topology: str, num_chips: int, **knobs: Any)
     )
 
 
-def traced(programs: Programs, *, all_shapes: bool) -> Iterator[tuple[str, int, jax.stages.Traced]]:
-    """Each program, its name, and the number of rows whose logits it makes."""
+def traced(programs: Programs, *, all_shapes: bool) -> Iterator[tuple[str, StepShape | None, jax.stages.Traced]]:
+    """Each program, its name, and the shape of a step; None for those that handle pages."""
     shapes = step_shapes(EngineConfig())
     largest = [max((s for s in shapes if s.decode == decode), key=lambda s: s.num_tokens) for decode in (True, False)]
     for shape in shapes if all_shapes else largest:
-        yield str(shape), shape.num_samples, programs.trace(shape)
+        yield str(shape), shape, programs.trace(shape)
     for name, program in programs.trace_page_programs().items():
-        yield " ".join(map(str, name)), 0, program
+        yield " ".join(map(str, name)), None, program
 
 
-def compile_one(
-    programs: Programs, num_samples: int, program: jax.stages.Traced, *, decodes: bool = False
-) -> dict[str, Any]:
-    """What the compiler says of a program: bytes on one chip, large copies, collectives."""
+def compile_one(programs: Programs, shape: StepShape | None, program: jax.stages.Traced) -> dict[str, Any]:
+    """What the compiler says of a program: bytes on one chip, large copies, collectives.
+
+    A copy is large that is as large as a weight or a pool. The hidden states of a step, which are no less than the
+    weights of a small model on several chips, are neither.
+    """
     platform = programs.mesh.devices.flat[0].platform
+    num_samples = shape.num_samples if shape else 0
     begin = time.process_time()
     compiled = program.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,)).compile()
     seconds = time.process_time() - begin
@@ -106,6 +110,7 @@ def compile_one(
     assert memory is not None
     matrices = [array for array in jax.tree.leaves(programs.params["layers"]) if math.prod(array.shape) > 2**16]
     least = min(map(chip_bytes, [*matrices, *jax.tree.leaves([cache.layers for cache in programs.caches])]))
+    hidden_states = f"= bf16[{shape.num_tokens},{programs.model.hidden_size}]" if shape else "= ()"
     donated = [array for array in jax.tree.leaves(program.args_info) if array.donated]
     found = hlo.collectives(text)
     large = 2 * num_samples * programs.model.hidden_size
@@ -117,11 +122,11 @@ def compile_one(
         "logits": logits_bytes,
         "donated": len(donated),
         "aliased": hlo.num_aliased(text),
-        "copies": hlo.large_copies(text, least, {"bf16", "s8", "s4"}),
+        "copies": [copy for copy in hlo.large_copies(text, least, {"bf16", "s8", "s4"}) if hidden_states not in copy],
         "collectives": sorted(f"{c.opcode} {c.arrays}" for c in found),
         "large_collectives": sorted(c.opcode for c in found if c.num_bytes >= large),
         "other_collective_bytes": sum(c.num_bytes for c in found if c.num_bytes < large),
-        **(round_traffic(programs, num_samples, text) if platform == "tpu" and decodes else {}),
+        **(round_traffic(programs, num_samples, text) if platform == "tpu" and shape and shape.decode else {}),
     }
 
 
@@ -167,8 +172,8 @@ def main() -> None:
         programs = programs_of(
             MODELS[name], args.topology, args.chips, attention=args.attention, quantize=args.quantize
         )
-        for what, num_samples, program in traced(programs, all_shapes=args.all):
-            report = compile_one(programs, num_samples, program, decodes=what.startswith("decode"))
+        for what, shape, program in traced(programs, all_shapes=args.all):
+            report = compile_one(programs, shape, program)
             print(json.dumps({"model": name, "program": what, **report}), flush=True)
             if args.planted:
                 break

@@ -17,22 +17,30 @@ pytestmark = pytest.mark.slow
 
 MAX_TEMPORARIES = 64e6
 """Beyond the logits."""
+SLICES = [
+    ("v5e:1x1", 1),
+    ("v5e:2x2", 4),
+    ("v6e:1x1", 1),
+    ("v6e:2x2", 4),
+    ("tpu7x:2x2x1", 1),
+    ("tpu7x:2x2x1", 4),
+    ("h100", 1),
+]
 TARGETS = [
     ("v5e:1x1", 1, "smollm2"),
     ("v5e:2x2", 4, "llama-8b"),
+    ("h100", 1, "smollm2"),
     nightly(("v5e:2x2", 4, "qwen3-moe")),
-    nightly(("v6e:1x1", 1, "llama-8b")),
-    nightly(("v6e:2x2", 4, "llama-8b")),
+    *(nightly((*slice_, model, "--all")) for slice_ in SLICES for model in ("smollm2", "llama-8b")),
 ]
-"""`python -m tests.compiled.report` compiles any model for any slice, and with --all every step shape."""
+"""Slice, devices, model; the largest steps, or all shapes. `python -m tests.compiled.report` compiles any other."""
 
 compiled = functools.cache(functools.partial(reports_of, "report"))
 
 
 @pytest.fixture(params=TARGETS, ids=lambda target: " ".join(map(str, target)))
 def programs(request) -> list[dict]:
-    topology, chips, model = request.param
-    return compiled(topology, str(chips), model)
+    return compiled(*map(str, request.param))
 
 
 def test_nothing_as_large_as_a_weight_or_a_pool_is_copied(programs):
@@ -60,9 +68,13 @@ def test_collectives_are_two_a_layer_and_one_for_the_embedding(programs, request
 
 
 def test_what_else_chips_exchange_is_little(programs):
-    """Maxima, sums and alternatives of the sampler: together no more than an eighth of the logits."""
+    """Maxima, sums and alternatives of the sampler: together no more than an eighth of the logits, or 32 kB."""
     for p in programs:
-        assert p["other_collective_bytes"] <= p["logits"] / 8, (p["model"], p["program"], p["collectives"])
+        assert p["other_collective_bytes"] <= max(p["logits"] / 8, 32e3 if p["logits"] else 0), (
+            p["model"],
+            p["program"],
+            p["collectives"],
+        )
 
 
 def test_a_round_reads_every_weight_once_and_little_else(programs):

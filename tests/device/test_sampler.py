@@ -32,7 +32,7 @@ from tests.effort import each_float_isa, nightly, slow
 
 VOCAB = 1000
 HAS_NATIVE = native.unavailable_reason() is None
-jitted = jax.jit(sample, static_argnames=("native", "rows_at_once"))
+jitted = jax.jit(sample, static_argnames=("native", "rows_at_once", "num_parts"))
 each_draw = pytest.mark.parametrize("native", [False, *[True] * HAS_NATIVE], ids=["xla", *["native"] * HAS_NATIVE])
 """For tests of both ways to draw."""
 CUTS = {"top_k": 5, "top_p": 0.6, "min_p": 0.2, "top_n_sigma": 1.0}
@@ -40,10 +40,10 @@ CUTS = {"top_k": 5, "top_p": 0.6, "min_p": 0.2, "top_n_sigma": 1.0}
 EACH_CUT = [{name: value} for name, value in CUTS.items()]
 
 
-def run(logits_SV, samples, seen=((1, 1, 1, 1),), native: bool = HAS_NATIVE):
+def run(logits_SV, samples, seen=((1, 1, 1, 1),), native: bool = HAS_NATIVE, **options):
     """`seen` is the one page of tokens that the samples' only row has."""
     samples = with_defaults(samples, default_samples(len(samples.packed_index_S), logits_SV.shape[1]))
-    return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32), native=native)
+    return jitted(logits_SV, samples, np.array(seen, np.int32), np.zeros((1, 1), np.int32), native=native, **options)
 
 
 def inputs(params: list[SamplingParams], positions: list[int] | None = None, seeds=None, pad: int = 0, eos=frozenset()):
@@ -247,6 +247,17 @@ def test_log_probabilities_are_the_models_own_whatever_was_cut(native):
     best = np.argsort(-log_p[0])[:20]
     assert out.top_ids_SRX[0, 0].tolist() == best.tolist()
     np.testing.assert_allclose(out.top_logprobs_SRX[0, 0], log_p[0, best], atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [10, VOCAB])
+@pytest.mark.parametrize("num_parts", [1, 2, 5])
+def test_of_equal_alternatives_the_first_come_first(vocab, num_parts):
+    """Also where the vocabulary is searched part by part: values that every part has several times."""
+    x = np.random.default_rng(vocab).integers(0, 4, (3, vocab)).astype(np.float32)
+    samples = inputs([SamplingParams(temperature=0, logprobs=20)] * 3)
+    out = run(x, samples, native=False, num_parts=num_parts)
+    best = np.argsort(-x, axis=-1, kind="stable")[:, :20]
+    assert out.top_ids_SRX[:, 0, : best.shape[1]].tolist() == best.tolist()
 
 
 @each_draw

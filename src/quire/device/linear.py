@@ -300,7 +300,7 @@ class MatmulKind:
     native: bool
     int8: bool
     input_second: bool = False
-    """Whether `[in, n, out]` is kept as `[n, in, out]`: on accelerators."""
+    """Whether `[in, n, out]` is kept as `[n, in, out]`: on TPUs. A GPU multiplies `[in, n * out]`."""
     weight_bits: int | None = None
     """8 or 4 where only the weights are quantised."""
     native_experts: bool = False
@@ -352,7 +352,7 @@ def choose_kind(matmul: str, quantize: str | None, dtype: str, mesh: Mesh) -> Ma
         native_experts=has_library and quantize not in WEIGHT_BITS,
         mxfp4_experts=quantize == "mxfp4",
         int8=quantize == "int8",
-        input_second=mesh.devices.flat[0].platform != "cpu",
+        input_second=mesh.devices.flat[0].platform == "tpu",
         weight_bits=WEIGHT_BITS.get(quantize or ""),
         int4=quantize == "int4",
         stored=quantize == "gguf",

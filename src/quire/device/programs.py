@@ -31,7 +31,7 @@ from quire.device.inputs import (
     default_scores,
 )
 from quire.device.linear import MatmulKind, choose_kind
-from quire.device.mesh import sharding
+from quire.device.mesh import num_devices_of, sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import LayerFunction, ModelStatics, Params, decoder, unembed
 from quire.device.models.padding import padded_config
@@ -47,6 +47,10 @@ PAGE_COMMAND_WIDTH = 64
 PAGE_TABLE_WIDTHS = (1 << 10, 1 << 15)
 """Page ids that one call of the page table's program writes."""
 
+
+COMPILER_OPTIONS = {"TPU7x": {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}}
+"""By a device's kind. Arrays of bfloat16 come to every TPU in tiles of 8 x 128; of itself the compiler for a v7x copies
+each weight, at each dispatch, to tiles of 16 x 128."""
 
 PageProgram = tuple[int, str | int]
 """Which pool it is of, and which program: "copy", "poison", "read", "write", or so many ids to its page table."""
@@ -154,7 +158,9 @@ class Programs:
         The pools are donated.
         """
         statics, layer, max_rounds = self.statics, self.layer, self.max_rounds
-        draw = partial(sample, native=statics.native, rows_at_once=rows_at_once(self.mesh.devices.flat[0].platform))
+        device, whole = self.mesh.devices.flat[0], sharding(self.mesh)
+        at_once, num_parts = rows_at_once(device.platform), num_devices_of(self.mesh, "vocab")
+        draw = partial(sample, native=statics.native, rows_at_once=at_once, num_parts=num_parts)
 
         def step(params, caches, tokens_T, layout, samples, rounds, scores, embed_first_B):
             def cut(layout):
@@ -172,6 +178,8 @@ class Programs:
                     )
                     logits_SV = unembed(params, hidden_SD, statics.config)
                     output = draw(logits_SV, samples, caches[0].tokens_MZ, layout.page_table_BP)
+                    # Else each device keeps a part of the alternatives, and those of all rounds are put together.
+                    output = jax.lax.with_sharding_constraint(output, whole)
                     # A row that is not a number draws the last there is: of a padded vocabulary, the last token.
                     return replace(output, tokens_SR=jnp.minimum(output.tokens_SR, statics.config.vocab_size - 1))
 
@@ -184,8 +192,9 @@ class Programs:
                 return run_rounds(one_round, caches, tokens_T, layout, samples, rounds, max_rounds)
             return one_round(caches, tokens_T, layout, samples)
 
-        out_shardings = (kv_cache.placement(self.caches), sharding(self.mesh))
-        program = jax.jit(step, donate_argnums=1, out_shardings=out_shardings)
+        out_shardings = (kv_cache.placement(self.caches), whole)
+        options = COMPILER_OPTIONS.get(device.device_kind)
+        program = jax.jit(step, donate_argnums=1, out_shardings=out_shardings, compiler_options=options)
         return program.trace(self.params, self.caches, *self.inputs(shape))
 
     def inputs(self, shape: StepShape) -> Any:

@@ -66,16 +66,17 @@ def sample(
     *,
     native: bool = False,
     rows_at_once: int | None = None,
+    num_parts: int = 1,
 ) -> StepOutput:
     """Draw or score one token for each sample; one round.
 
     `native`: by the native library, which takes each row by itself. Else `rows_at_once` makes a loop over so many
     samples: what is computed on the way takes that much less memory, and on a TPU fits in the vector memory. None is
-    for all of them.
+    for all of them. `num_parts`: in how many the vocabulary is split over devices.
     """
     if native:
         return sample_natively(logits_SV, inputs, tokens_MZ, page_table_BP)
-    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP)
+    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, num_parts=num_parts)
     if rows_at_once is None:
         return draw_rows(logits_SV, inputs)
     num_samples = logits_SV.shape[0]
@@ -147,6 +148,7 @@ def _sample_rows(
     inputs: SampleInputs,
     tokens_MZ: jax.Array,
     page_table_BP: jax.Array,
+    num_parts: int,
 ) -> StepOutput:
     """`sample`, all rows at once."""
     is_penalised = jnp.any(_has_penalty(inputs))
@@ -163,8 +165,8 @@ def _sample_rows(
     processed_SV = lax.cond(is_penalised | is_biased | has_mask, process, lambda: logits_SV)
     is_cut = jnp.any(inputs.top_n_sigma_S > 0)
     cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
-    drawn = _draw_and_score(cut_SV, processed_SV, inputs)
-    model = _score(logits_SV, drawn.tokens_S, inputs)
+    drawn = _draw_and_score(cut_SV, processed_SV, inputs, num_parts)
+    model = _score(logits_SV, drawn.tokens_S, inputs, num_parts)
     output = StepOutput(
         tokens_SR=drawn.tokens_S,
         logprobs_SR=model.logprobs_S,
@@ -191,7 +193,7 @@ class Scored(NamedTuple):
     top_logprobs_SX: jax.Array
 
 
-def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs) -> Scored:
+def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs, num_parts: int) -> Scored:
     """Draw, or take the token that is given; scored under what is drawn from.
 
     That is `cut_SV` after temperature, top-k, top-p and min-p; `processed_SV` is what nothing was cut off yet.
@@ -223,7 +225,7 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
         return jnp.where(is_doubtful_S & (rank_S >= drawn.num_kept_S), -jnp.inf, logprob(_at(cut_SV, tokens_S)))
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values_SX, ids_SX = _top(cut_SV)
+        values_SX, ids_SX = _top(cut_SV, num_parts)
         rank_SX = lax.broadcasted_iota(jnp.int32, values_SX.shape, 1)
         return ids_SX, jnp.where(rank_SX < drawn.num_kept_S[:, None], logprob(values_SX), -jnp.inf)
 
@@ -250,7 +252,7 @@ def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) ->
     return jnp.sum(is_likelier_SV | ((more_SV == 0) & (ids_SV < tokens_S[:, None])), axis=-1, dtype=jnp.int32)
 
 
-def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs) -> Scored:
+def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, num_parts: int) -> Scored:
     """The tokens under the model, whatever was done to its logits."""
     zeros_S = jnp.zeros(len(tokens_S), jnp.float32)
 
@@ -259,7 +261,7 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs) -> S
         return peak_S, log_mass_S, _at(logits_SV, tokens_S) - peak_S - log_mass_S
 
     def top() -> tuple[jax.Array, jax.Array]:
-        values_SX, ids_SX = _top(logits_SV)
+        values_SX, ids_SX = _top(logits_SV, num_parts)
         return ids_SX, values_SX - peak_S[:, None] - log_mass_S[:, None]
 
     peak_S, log_mass_S, logprobs_S = lax.cond(jnp.any(inputs.want_logprobs_S), logprobs, lambda: (zeros_S,) * 3)
@@ -299,10 +301,18 @@ def _at(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
 
 
-def _top(x_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest values of each row and where they are; -inf at token 0 behind the last of a small vocabulary."""
-    width = min(NUM_TOP_LOGPROBS, x_SV.shape[1])
-    values_SX, ids_SX = lax.top_k(x_SV, width)
+def _top(x_SV: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
+    """The largest values of each row and where they are; -inf at token 0 behind the last of a small vocabulary.
+
+    First of each part of the vocabulary: devices that have one each then exchange no logits.
+    """
+    num_samples, vocab_size = x_SV.shape
+    part = vocab_size // num_parts
+    values_SPX, places_SPX = lax.top_k(x_SV.reshape(num_samples, num_parts, part), min(NUM_TOP_LOGPROBS, part))
+    ids_SPX = places_SPX + jnp.arange(0, vocab_size, part, dtype=jnp.int32)[None, :, None]
+    width = min(NUM_TOP_LOGPROBS, vocab_size)
+    values_SX, order_SX = lax.top_k(values_SPX.reshape(num_samples, -1), width)
+    ids_SX = jnp.take_along_axis(ids_SPX.reshape(num_samples, -1), order_SX, axis=-1)
     missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
     return jnp.pad(values_SX, missing, constant_values=-jnp.inf), jnp.pad(ids_SX, missing)
 
@@ -398,17 +408,29 @@ def _sum_in_order(x_SV: jax.Array) -> jax.Array:
 
     First of each tile, which is whole on one device, then of the tiles.
     """
-    return _halve(_halve(_tiles(x_SV)))
+    columns_XSC = lax.platform_dependent(jnp.moveaxis(_tiles(x_SV), -1, 0), tpu=_as_shaped, default=_same)
+    return _halve(_halve(columns_XSC, 0), 1)
 
 
-def _halve(x: jax.Array) -> jax.Array:
-    """The sum of the last axis, by adding its halves until there is one number."""
-    while (width := x.shape[-1]) > 1:
+def _as_shaped(x: jax.Array) -> jax.Array:
+    """Keep an array's axes in memory as its shape has them. A TPU's compiler would put the rows innermost, which are
+    few, and pad them to the width of its registers: 16 times the memory.
+    """
+    from jax.experimental import layout
+
+    if hasattr(layout, "DeviceLocalLayout"):  # before jax 0.7 it has other names; our TPU extra asks for more
+        return x
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
+
+
+def _halve(x: jax.Array, axis: int) -> jax.Array:
+    """The sum along an axis, by adding its halves until there is one number."""
+    while (width := x.shape[axis]) > 1:
         if width % 2:
-            x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, 1),))
-        half = x.shape[-1] // 2
-        x = x[..., :half] + x[..., half:]
-    return x[..., 0]
+            x = lax.pad(x, jnp.zeros((), x.dtype), [(0, int(i == axis), 0) for i in range(x.ndim)])
+        half = x.shape[axis] // 2
+        x = lax.slice_in_dim(x, 0, half, axis=axis) + lax.slice_in_dim(x, half, 2 * half, axis=axis)
+    return lax.squeeze(x, (axis,))
 
 
 def _tiles(x_SV: jax.Array) -> jax.Array:
