@@ -355,6 +355,33 @@ def test_what_a_grammar_forces_comes_with_the_token_before_it():
     assert {3, 5} <= set(outputs[0])
 
 
+STOPS_WHERE_FORCED = [
+    ({"stop_token_ids": (4,)}, "stop", 2),
+    ({"stop_token_ids": (4,), "min_tokens": 5}, "abort", 1),
+    ({"stop": ((4, 4),)}, "stop", 3),
+    ({"stop": ((4, 4),), "min_tokens": 4}, "stop", 6),
+    ({"stop": ((4, 3), (4, 5))}, "stop", 4),
+    ({"max_tokens": 5}, "length", 5),
+]
+
+
+@pytest.mark.parametrize(("asked", "reason", "num_output"), STOPS_WHERE_FORCED)
+def test_a_stop_within_what_is_forced_is_where_it_is_without(asked, reason, num_output):
+    """In the middle of a forced stretch, at its end, and across it and what is drawn next; also in a fork."""
+    ends = []
+    for rounds in (None, 1):
+        engine = fake_engine(eos_ids=(), max_rounds=16, num_pages=60, debug=True)
+        params = {"temperature": 0, "max_tokens": 40, "max_rounds": rounds, "n": 2} | asked
+        sequences = engine.add(request("x", **params), OneOfTwoThenOne())
+        while engine.has_work:
+            sequences += [event.sequence for event in engine.step() if event.sequence not in sequences]
+            engine.audit()
+        ends.append([(one.finish_reason, one.output_token_ids, one.num_stop_tokens) for one in sequences])
+    assert len(ends[0]) == 2
+    assert {(why, len(output)) for why, output, _ in ends[0]} == {(reason, num_output)}
+    assert ends[0] == ends[1]
+
+
 def test_a_long_stretch_that_is_forced_takes_several_steps_and_ends_with_its_budget(monkeypatch):
     monkeypatch.setattr(commit, "MAX_FORCED", 16)
     engine = fake_engine(eos_ids=(), num_pages=60, debug=True)

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,9 +24,9 @@ from quire.field_error import FieldError
 from quire.structured import compiler as grammar_module
 from quire.structured import matcher as matcher_module
 from quire.structured import sandbox
-from quire.structured.compiler import GrammarCompiler
+from quire.structured.compiler import GrammarCompiler, to_llguidance
 from quire.structured.form import Structured
-from quire.structured.matcher import Vocabulary
+from quire.structured.matcher import Vocabulary, start
 from quire.structured.sandbox import MAX_BYTES
 from quire.testing import bits
 from tests.tiny import VOCAB
@@ -199,6 +201,82 @@ def test_forced_text_is_put_into_the_models_own_tokens_or_into_any_that_spell_it
     long = own("ab" * 500)
     assert b"".join(PIECES[i] for i in long) == b"ab" * 32, "enough for the first to be certain"
     assert own("ä") == [], "no token has these bytes"
+
+
+def many_words(num_words: int, longest: int = 20) -> Vocabulary:
+    """The characters of ASCII, and random texts of some of them, most of them words."""
+    choose, tokens = random.Random(0), [b"<eos>", *(bytes([i]) for i in range(32, 127))]
+    for alphabet in itertools.islice(itertools.cycle(["ab", "ab c", "abAB ", "ab AB.", 'ab"\\é']), num_words):
+        tokens.append("".join(choose.choices(alphabet, k=choose.randint(2, longest))).encode())
+    return Vocabulary(tokens, [], [0])
+
+
+ALLOWS_MUCH = {
+    "words": {"regex": "[a-z ]{1,60}"},
+    "letters": {"regex": "([a-z]{3,18} )+"},
+    "names": {"regex": "[A-Z][a-z]{1,15}( [A-Z][a-z]{1,20}){1,9}"},
+    "prose": {"regex": "[A-Za-z ,.]{17,400}"},
+    "all but two words": {"grammar": 'start: TEXT\nTEXT: /[a-z ]{1,40}/ & ~("ab" | "ba ba")'},
+    "strings": {"json_schema": {"items": {"type": "string", "maxLength": 20}, "type": "array", "minItems": 3}},
+    "patterns": {"json_schema": {"items": {"type": "string", "pattern": "^[a-zA-Z ]{2,30}$"}, "type": "array"}},
+}
+
+
+@pytest.mark.parametrize("name", ALLOWS_MUCH)
+def test_kinds_of_text_that_are_allowed_as_one_set_change_no_mask(name):
+    """Against a library that looks at each token."""
+    vocabulary, text = many_words(4000), to_llguidance(Structured(**ALLOWS_MUCH[name]))
+    one_by_one = llguidance.LLTokenizer(vocabulary, eos_token=0, slices=[])  # pyright: ignore
+    firsts = [start(library, text) for library in (vocabulary.as_library(), one_by_one)]
+    choose, num_masks = random.Random(0), 0
+    for _ in range(8):
+        matcher, other = (first.deep_copy() for first in firsts)
+        while not matcher.is_stopped() and num_masks < 300:
+            mask = matcher.compute_bitmask()
+            assert mask == other.compute_bitmask()
+            able = [i for i in range(len(vocabulary.tokens)) if mask[i >> 3] >> (i & 7) & 1]
+            token_id = choose.choice(able)
+            assert matcher.consume_token(token_id)
+            assert other.consume_token(token_id)
+            num_masks += 1
+        assert not matcher.is_error()
+    assert num_masks > 20
+
+
+@pytest.mark.alone
+def test_a_mask_that_allows_all_words_looks_at_few_tokens():
+    vocabulary, seconds = many_words(50_000, longest=12), []
+    one_by_one = llguidance.LLTokenizer(vocabulary, eos_token=0, slices=[])  # pyright: ignore
+    for library in (vocabulary.as_library(), one_by_one):
+        matcher, times = start(library, "start: /[a-z ]{4000}/"), []
+        for _ in range(40):
+            assert matcher.consume_token(vocabulary.tokens.index(b"a"))
+            begin = time.thread_time()
+            matcher.compute_bitmask()
+            times.append(time.thread_time() - begin)
+        seconds.append(statistics.median(times))
+    print(f"{1e6 * seconds[0]:.0f} us, and {1e6 * seconds[1]:.0f} us with a look at each")
+    assert seconds[0] < seconds[1] / 2
+
+
+def test_forced_text_that_comes_again_is_not_encoded_again():
+    """Keys come again in every row and every item, and each token of them asks for what is left of the key."""
+    encode, asked = tiny_tokenizer().encode, []
+
+    def counted(text: str) -> list[int]:
+        asked.append(text)
+        return encode(text)
+
+    first = start(Vocabulary(PIECES, [SPECIAL], [EOS], counted).as_library(), r'start: /([01]"abba": ){3}/')
+    for _ in range(3):
+        matcher, text = first.deep_copy(), b""
+        while not matcher.is_accepting():
+            mask = matcher.compute_bitmask()
+            token_id = next(i for i in TEXT_IDS if mask[i >> 3] >> (i & 7) & 1)
+            text += PIECES[token_id]
+            assert matcher.consume_token(token_id)
+        assert text == b'0"abba": ' * 3
+    assert len(asked) == len(set(asked)) > 3
 
 
 def test_compiled_forms_are_few_and_failed_ones_are_forgotten(monkeypatch):

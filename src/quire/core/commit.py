@@ -86,9 +86,11 @@ def _forced_token(sequence: Sequence, num_accepted: int) -> int | None:
     params = sequence.params
     if sequence.mask is None or params.logprobs is not None or num_accepted in (0, params.max_rounds):
         return None
-    words = np.flatnonzero(sequence.mask)
-    word = int(sequence.mask[words[0]]) if len(words) == 1 else 0
-    return int(words[0]) * 32 + word.bit_length() - 1 if word.bit_count() == 1 else None
+    if np.count_nonzero(sequence.mask) > 1:
+        return None
+    index = int(sequence.mask.argmax())
+    word = int(sequence.mask[index])
+    return index * 32 + word.bit_length() - 1 if word.bit_count() == 1 else None
 
 
 def agreed_draws(draws: SequenceOf[int], drafts: SequenceOf[int]) -> SequenceOf[int]:

@@ -180,7 +180,8 @@ class SamplingParams:
     max_rounds: int | None = number(
         None,
         Range(1, MAX_ROUNDS),
-        "tokens of a sequence before the host looks, at most: fewer come sooner and cost time; by default the engine's",
+        "tokens of a sequence before the host looks, at most: fewer come sooner and cost time; by default the "
+        "engine's, and behind them what a form forces",
         wire=Range(4, MAX_ROUNDS),  # as few as a row with a grammar gets: it holds up the rows of other clients
     )
     pooling: Pooling | None = None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,12 +31,17 @@ _MASK_SECONDS, _GRACE_SECONDS = 0.005, 0.5
 """What a mask may cost on average, and how far a sequence may exceed that: every sequence of a step waits for it.
 
 A collection of garbage that begins within a mask counts as its time, and a large heap takes a tenth of a second."""
+_WORDS = ("[a-z]{1,16}", "[a-z ]{1,16}", "[A-Za-z ]{1,16}")
+"""Kinds of text of which a form often allows everything: a mask takes the tokens of such a kind as one set, without a
+look at each. They stand beside llguidance's own kinds, which are those of JSON."""
 _MAX_PIECE_BYTES = 1000
 """A longer token is never allowed: llguidance's tree of tokens is 1,024 bytes deep."""
 _AHEAD = 64
 """Characters of forced text that are put into tokens at a time: it is done anew for each of them."""
 _ENOUGH = 8
 """Tokens after which the first is certain, whatever follows: llguidance takes up to four back."""
+_MAX_SPELLED = 1024
+"""Beginnings of forced text whose tokens are remembered: the keys of JSON come again in every row and every item."""
 _MAX_ERROR_LEN = 500
 _DEAD_END = "NoExtensionBias"
 
@@ -125,6 +130,7 @@ class Vocabulary:
         self.eos_token_id = min(eos_ids, default=None)
         """Without one llguidance adds its own, behind the vocabulary."""
         self._encode = encode
+        self._spell_beginning = lru_cache(_MAX_SPELLED)(self._spell)
         is_text = np.ones(len(tokens), bool)
         is_text[eos_ids] = False
         padded = np.pad(is_text, (0, -len(tokens) % 32))
@@ -143,12 +149,13 @@ class Vocabulary:
         """The tree of tokens with which llguidance matches every form. It refers to this: keep it elsewhere."""
         from llguidance import LLTokenizer
 
-        return LLTokenizer(self, eos_token=self.eos_ids or None)  # pyright: ignore
+        kinds = [*LLTokenizer.general_slices(), *_WORDS]
+        return LLTokenizer(self, eos_token=self.eos_ids or None, slices=kinds)  # pyright: ignore
 
     def __call__(self, text: str) -> list[int]:
         """Tokens that spell a text, or its beginning if it is long: llguidance takes only the first."""
         beginning = text[:_AHEAD]
-        ids = self._spell(beginning)
+        ids = self._spell_beginning(beginning)
         return ids if len(ids) >= _ENOUGH or beginning == text else self._spell(text)
 
     def _spell(self, text: str) -> list[int]:
