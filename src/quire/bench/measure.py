@@ -181,7 +181,7 @@ def serve(llm: LLM, *, trace: Path, requests: int, scale: float, rate: float, se
 
     Lengths are the trace's times `scale`; times are stretched so that `rate` requests arrive in a second.
     """
-    arrivals = _read_trace(trace, requests, scale, rate, llm.engine.max_model_len)
+    arrivals = read_trace(trace, requests, scale, rate, llm.engine.max_model_len)
     rng = np.random.default_rng(seed)
     _generate(llm, random_prompts(rng, llm, 4, 32), SamplingParams(temperature=0, max_tokens=8))  # warm-up
     engine, pending = llm.engine, list(reversed(arrivals))
@@ -235,7 +235,7 @@ def serve_url(
         return {"model": model["id"], "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
 
     if trace is not None:
-        arrivals = _read_trace(trace, requests, scale, rate, model.get("max_model_len", 2048))
+        arrivals = read_trace(trace, requests, scale, rate, model.get("max_model_len", 2048))
         bodies = [(at, body(*lengths)) for at, *lengths in arrivals]
         result: Result = {"kind": "serve", "requests": requests, "scale": scale, "rate": rate}
         yield result | _replies(lambda: http_client.at_times(url, bodies, key))
@@ -261,7 +261,7 @@ def _replies(run: Callable[[], Coroutine[Any, Any, list[http_client.Reply]]]) ->
     return result | (_quantiles("inter_token_s", between) if between else {})
 
 
-def _read_trace(
+def read_trace(
     trace: Path, requests: int, scale: float, rate: float, max_model_len: int
 ) -> list[tuple[float, int, int]]:
     """(seconds, prompt tokens, new tokens) of the first requests of a trace, scaled."""
