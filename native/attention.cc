@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention_parts.h"
 #include "attention_tile.h"
 #include "bf16.h"
 
@@ -71,43 +72,22 @@ struct Task {
 // A context visited by several tasks: what each part of it comes to, and how many tasks are still under way.
 struct Split {
   int64_t num_parts;
-  std::vector<float> left;  // [parts, X, H + 2]: out, top, total
+  std::vector<float> left;  // of each part [X, H], [X] and [X]: out, top, total
   std::atomic<int64_t> waiting;
 
   Split(int64_t num_parts, int64_t num_tasks, int64_t num_rows, int64_t head_dim)
       : num_parts(num_parts), left(num_parts * num_rows * (head_dim + 2)), waiting(num_tasks) {}
 };
 
-// What a row of a tile has found: its output times `total`, the sum of 2^(score - top).
-struct Found {
-  float* out;  // [H]
-  float *top, *total;
-};
-
-// The sum of what two parts found. They are added in the order of the context, by whoever does it.
-void add(const Found& to, const Found& part, int64_t head_dim) {
-  if (*part.total == 0) return;  // it saw nothing
-  if (*to.total == 0) {
-    std::copy_n(part.out, head_dim, to.out);
-    *to.top = *part.top;
-    *to.total = *part.total;
-  } else if (*part.top > *to.top) {
-    const float shrink = std::exp2(*to.top - *part.top);
-    for (int64_t h = 0; h < head_dim; ++h) to.out[h] = to.out[h] * shrink + part.out[h];
-    *to.total = *to.total * shrink + *part.total;
-    *to.top = *part.top;
-  } else {
-    const float shrink = std::exp2(*part.top - *to.top);
-    for (int64_t h = 0; h < head_dim; ++h) to.out[h] += part.out[h] * shrink;
-    *to.total += *part.total * shrink;
-  }
-}
-
 template <class T>
 class Step {
  public:
   Step(const Attention& a, Isa isa, const Threads& threads)
-      : a_(a), columns_(a.page_size), functions_(tile_functions(isa, a.element)), threads_(threads) {
+      : a_(a),
+        columns_(a.page_size),
+        functions_(tile_functions(isa, a.element)),
+        parts_(part_functions(isa, a.element)),
+        threads_(threads) {
     group_ = a.num_heads / a.num_kv_heads;
     max_rows_ = std::max(kTileRows / group_, int64_t{1}) * group_;
   }
@@ -298,7 +278,7 @@ class Step {
       return count;
     };
     int64_t num_pieces = look_up(task, task.begin_piece, pieces), part = task.part;
-    forget(s, s.out, s.top, s.total);
+    forget(s);
     for (int64_t begin = task.begin_piece, end; begin < task.end_piece; begin = end, ++part) {
       end = end_of_part(task, begin);
       for (int64_t first = begin; first < end; first += per_chunk) {
@@ -313,30 +293,32 @@ class Step {
       }
       if (task.split >= 0) {
         leave(task, part, s);
-      } else if (begin > task.begin_piece || end < task.end_piece) {  // one of several
-        if (begin == task.begin_piece) forget(s, s.sum_out, s.sum_top, s.sum_total);
-        for (int64_t x = 0; x < s.num_rows; ++x) add(sum(s, x), found(s, x), a_.head_dim);
+      } else if (begin == task.begin_piece) {
+        if (end == task.end_piece) break;  // the only one
+        std::swap(s.out, s.sum_out);
+        std::swap(s.top, s.sum_top);
+        std::swap(s.total, s.sum_total);
       } else {
-        continue;
+        parts_.add(sum(s), found(s), s.num_rows, a_.head_dim);
       }
-      forget(s, s.out, s.top, s.total);
+      forget(s);
     }
     functions_.finish(s);
     if (task.split >= 0) {
       end_task(task, s);
     } else {
       const bool is_one_part = end_of_part(task, task.begin_piece) == task.end_piece;
-      for (int64_t x = 0; x < s.num_rows; ++x) store(task, x, is_one_part ? found(s, x) : sum(s, x));
+      store(task, s.num_rows, is_one_part ? found(s) : sum(s));
     }
   }
 
-  Found found(const Scratch& s, int64_t x) const { return {s.out + x * a_.head_dim, s.top + x, s.total + x}; }
-  Found sum(const Scratch& s, int64_t x) const { return {s.sum_out + x * a_.head_dim, s.sum_top + x, s.sum_total + x}; }
+  Found found(const Scratch& s) const { return {s.out, s.top, s.total}; }
+  Found sum(const Scratch& s) const { return {s.sum_out, s.sum_top, s.sum_total}; }
 
-  void forget(const Scratch& s, float* out, float* top, float* total) const {
-    std::fill_n(out, s.num_rows * a_.head_dim, 0.0f);
-    std::fill_n(top, s.num_rows, kNothing);
-    std::fill_n(total, s.num_rows, 0.0f);
+  void forget(const Scratch& s) const {
+    std::fill_n(s.out, s.num_rows * a_.head_dim, 0.0f);
+    std::fill_n(s.top, s.num_rows, kNothing);
+    std::fill_n(s.total, s.num_rows, 0.0f);
   }
 
   // Bounds the scores that are seen, which are not yet scaled. A column without a position stays kNothing.
@@ -370,7 +352,7 @@ class Step {
   // Carved out of one allocation that the thread keeps.
   Scratch scratch(const Task& task) {
     const int64_t rows = round_up(max_rows_, 16), head_dim = round_up(a_.head_dim, 16);
-    const int64_t floats = rows * (3 * head_dim + kScoreStride + 4) + kChunk * head_dim;
+    const int64_t floats = rows * (3 * head_dim + kScoreStride + 5) + kChunk * head_dim;
     const int64_t bytes = floats * 4 + rows * (kScoreStride * 2 + 16) + 16 * kLine;
     static thread_local std::vector<char> memory;
     if (static_cast<int64_t>(memory.size()) < bytes) memory.resize(bytes);
@@ -392,6 +374,7 @@ class Step {
     s.values = take(kChunk * head_dim * 2);
     s.top = reinterpret_cast<float*>(take(rows * 4));
     s.total = reinterpret_cast<float*>(take(rows * 4));
+    s.shrink = reinterpret_cast<float*>(take(rows * 4));
     s.sum_out = reinterpret_cast<float*>(take(rows * head_dim * 4));
     s.sum_top = reinterpret_cast<float*>(take(rows * 4));
     s.sum_total = reinterpret_cast<float*>(take(rows * 4));
@@ -412,49 +395,54 @@ class Step {
       } else {
         std::memcpy(q + x * head_dim * sizeof(T), from, head_dim * sizeof(T));
       }
-      const int64_t position = task.first_position + x / group_;
-      s.begin[x] = position < 0 ? 0 : columns_.column(first_seen(position));
-      s.end[x] = position < 0 ? 0 : columns_.column(position) + 1;
+    }
+    for (int64_t i = 0; i < task.num_queries; ++i) {
+      const int64_t position = task.first_position + i;
+      const int64_t begin = position < 0 ? 0 : columns_.column(first_seen(position));
+      const int64_t end = position < 0 ? 0 : columns_.column(position) + 1;
+      std::fill_n(s.begin + i * group_, group_, begin);
+      std::fill_n(s.end + i * group_, group_, end);
     }
   }
 
-  void store(const Task& task, int64_t x, const Found& row) const {
-    const int64_t token = task.first_token + x / group_, head = task.kv_head * group_ + x % group_;
-    float total = *row.total;
-    if (a_.sinks_N && total > 0) total += std::exp2(a_.sinks_N[head] * kLog2E - *row.top);
-    T* to = static_cast<T*>(a_.out_TNH) + (token * a_.num_heads + head) * a_.head_dim;
-    const float factor = total == 0 ? 0 : 1 / total;  // a query that sees nothing
-    for (int64_t h = 0; h < a_.head_dim; ++h) to[h] = from_float<T>(row.out[h] * factor);
+  void store(const Task& task, int64_t num_rows, const Found& rows) const {
+    for (int64_t x = 0; x < num_rows; ++x) {
+      const int64_t token = task.first_token + x / group_, head = task.kv_head * group_ + x % group_;
+      float total = rows.total[x];
+      if (a_.sinks_N && total > 0) total += std::exp2(a_.sinks_N[head] * kLog2E - rows.top[x]);
+      const float factor = total == 0 ? 0 : 1 / total;  // a query that sees nothing
+      T* to = static_cast<T*>(a_.out_TNH) + (token * a_.num_heads + head) * a_.head_dim;
+      parts_.store(to, rows.out + x * a_.head_dim, factor, a_.head_dim);
+    }
   }
 
-  Found left(Split& split, int64_t part, const Scratch& s, int64_t x) const {
-    float* at = split.left.data() + (part * s.num_rows + x) * (a_.head_dim + 2);
-    return {at, at + a_.head_dim, at + a_.head_dim + 1};
+  Found left(Split& split, int64_t part, int64_t num_rows) const {
+    float* out = split.left.data() + part * num_rows * (a_.head_dim + 2);
+    float* top = out + num_rows * a_.head_dim;
+    return {out, top, top + num_rows};
   }
 
   void leave(const Task& task, int64_t part, const Scratch& s) {
-    for (int64_t x = 0; x < s.num_rows; ++x) {
-      const Found from = found(s, x), to = left(*splits_[task.split], part, s, x);
-      std::copy_n(from.out, a_.head_dim, to.out);
-      *to.top = *from.top;
-      *to.total = *from.total;
-    }
+    const Found from = found(s), to = left(*splits_[task.split], part, s.num_rows);
+    std::copy_n(from.out, s.num_rows * a_.head_dim, to.out);
+    std::copy_n(from.top, s.num_rows, to.top);
+    std::copy_n(from.total, s.num_rows, to.total);
   }
 
   // The last task of a context to come puts its parts together.
   void end_task(const Task& task, const Scratch& s) {
     Split& split = *splits_[task.split];
     if (split.waiting.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    for (int64_t x = 0; x < s.num_rows; ++x) {
-      const Found all = left(split, 0, s, x);
-      for (int64_t part = 1; part < split.num_parts; ++part) add(all, left(split, part, s, x), a_.head_dim);
-      store(task, x, all);
-    }
+    const Found all = left(split, 0, s.num_rows);
+    for (int64_t part = 1; part < split.num_parts; ++part)
+      parts_.add(all, left(split, part, s.num_rows), s.num_rows, a_.head_dim);
+    store(task, s.num_rows, all);
   }
 
   const Attention& a_;
   const Columns columns_;
   const TileFunctions functions_;
+  const PartFunctions parts_;
   const Threads& threads_;
   int64_t group_, max_rows_;
   std::vector<Task> tasks_;

@@ -46,6 +46,7 @@ struct Scratch {
   float* out = nullptr;         // [X, H]
   float* top = nullptr;         // [X] running maximum, of scores times log2(e)
   float* total = nullptr;       // [X] running sum
+  float* shrink = nullptr;      // [X] what a higher maximum leaves of the sum so far
   float* sum_out = nullptr;     // the same three of the parts before, of which the functions know nothing
   float* sum_top = nullptr;
   float* sum_total = nullptr;

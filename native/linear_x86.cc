@@ -167,12 +167,12 @@ struct TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Two shapes of work. Up to 16 rows: sums of four panels in tiles 0 to 3. 32 rows: sums of two panels in 0 and 1 (upper
-// rows), 2 and 3 (lower rows). Weights are in 4, x in 5.
+// Three shapes of work. Up to 16 rows: sums of four panels in tiles 0 to 3. More: 16 rows by two panels, whose sums are in 0
+// and 1, if those panels stay in the first cache; else 32 rows by two panels, in 0 and 1 (upper rows), 2 and 3 (lower rows).
+// Weights are in 4, x in 5. What passes by only once is loaded past the first cache, so that the other stays there.
 //
 // As few tiles as that takes, even if one is loaded twice: it seems that what is renamed to is what no tile in use takes,
-// and that there is half of it while the core's other thread runs, whoever's that is. Then two rows of tiles by two panels
-// reach 480 GFLOP/s with eight tiles, 650 with seven, 700 with six; undisturbed 1,700, 1,700 and 1,640 (bench/tiles.cc).
+// and that there is half of it while the core's other thread runs, whoever's that is. bench/tiles.cc compares them.
 QUIRE_AMX void configure_tiles(int64_t rows) {
   TileConfig config;
   for (int i = 0; i < 6; ++i) {
@@ -286,6 +286,34 @@ QUIRE_AMX void amx_one_row(const ProductPiece& piece, int64_t row, int64_t rows,
   store_tiles<kInt8, kPanels>(piece, row, rows, panel, sums, 4 * kLine);
 }
 
+// What two panels may take to stay in the first cache, of 48 KB on every processor with AMX.
+constexpr int64_t kFirstCache = 40 << 10;
+
+// 16 rows by 2 panels that stay in the first cache, or by the last one.
+template <bool kInt8, int kPanels>
+QUIRE_AMX void amx_few_panels(const ProductPiece& piece, int64_t row, int64_t panel, Ahead& ahead) {
+  _tile_zero(0);
+  if constexpr (kPanels > 1) _tile_zero(1);
+  const char* x = piece.x + row * piece.x_stride;
+  const char* weights = piece.panel(panel);
+  const int64_t stride = piece.x_stride, panel_bytes = piece.lines * kLine;
+  for (int64_t k = 0; k < piece.lines / 16; ++k) {
+    const char* tile = weights + k * kTile;
+    ahead.step();
+    _tile_stream_loadd(5, x + k * kLine, stride);
+    _tile_loadd(4, tile, kLine);
+    QUIRE_TILE_DOT(0, 5, 4);
+    if constexpr (kPanels > 1) {
+      _tile_loadd(4, tile + panel_bytes, kLine);
+      QUIRE_TILE_DOT(1, 5, 4);
+    }
+  }
+  alignas(64) char sums[16 * 2 * kLine];
+  _tile_stored(0, sums, 2 * kLine);
+  if constexpr (kPanels > 1) _tile_stored(1, sums + kLine, 2 * kLine);
+  store_tiles<kInt8, kPanels>(piece, row, 16, panel, sums, 2 * kLine);
+}
+
 // 32 rows by 2 panels, or by the last one.
 template <bool kInt8, int kPanels>
 QUIRE_AMX void amx_two_rows(const ProductPiece& piece, int64_t row, int64_t panel, Ahead& ahead) {
@@ -301,13 +329,13 @@ QUIRE_AMX void amx_two_rows(const ProductPiece& piece, int64_t row, int64_t pane
   for (int64_t k = 0; k < piece.lines / 16; ++k) {
     const char *tile = weights + k * kTile, *upper = x + k * kLine;
     ahead.step();
-    _tile_loadd(4, tile, kLine);
+    _tile_stream_loadd(4, tile, kLine);
     _tile_loadd(5, upper, stride);
     QUIRE_TILE_DOT(0, 5, 4);
     _tile_loadd(5, upper + 16 * stride, stride);
     QUIRE_TILE_DOT(2, 5, 4);
     if constexpr (kPanels > 1) {
-      _tile_loadd(4, tile + panel_bytes, kLine);
+      _tile_stream_loadd(4, tile + panel_bytes, kLine);
       QUIRE_TILE_DOT(3, 5, 4);
       _tile_loadd(5, upper, stride);
       QUIRE_TILE_DOT(1, 5, 4);
@@ -323,19 +351,25 @@ QUIRE_AMX void amx_two_rows(const ProductPiece& piece, int64_t row, int64_t pane
   store_tiles<kInt8, kPanels>(piece, row, 32, panel, sums, 2 * kLine);
 }
 
+// Whole groups of 16 or 32 rows by two panels at a time. Returns the first row that is left.
+template <bool kInt8>
+QUIRE_AMX int64_t amx_many_rows(const ProductPiece& piece) {
+  const bool few_panels = 2 * piece.lines * kLine <= kFirstCache;
+  const int64_t at_once = few_panels ? 16 : 32, groups = (piece.end_row - piece.first_row) / at_once;
+  if (piece.end_row - piece.first_row < 32) return piece.first_row;
+  const auto two = few_panels ? amx_few_panels<kInt8, 2> : amx_two_rows<kInt8, 2>;
+  const auto one = few_panels ? amx_few_panels<kInt8, 1> : amx_two_rows<kInt8, 1>;
+  Ahead ahead = ahead_of(piece, groups * ((piece.end_panel - piece.first_panel + 1) / 2) * (piece.lines / 16));
+  configure_tiles(16);
+  for (int64_t panel = piece.first_panel; panel < piece.end_panel; panel += 2)
+    for (int64_t i = 0; i < groups; ++i)
+      (panel + 1 < piece.end_panel ? two : one)(piece, piece.first_row + i * at_once, panel, ahead);
+  return piece.first_row + groups * at_once;
+}
+
 template <bool kInt8>
 QUIRE_AMX void amx(const ProductPiece& piece) {
-  const int64_t num_rows = piece.end_row - piece.first_row, pairs = (piece.end_panel - piece.first_panel + 1) / 2;
-  const int64_t whole_end = piece.first_row + num_rows / 32 * 32;
-  if (whole_end > piece.first_row) {
-    Ahead ahead = ahead_of(piece, num_rows / 32 * pairs * (piece.lines / 16));
-    configure_tiles(16);
-    for (int64_t panel = piece.first_panel; panel < piece.end_panel; panel += 2) {
-      const auto two_rows = panel + 1 < piece.end_panel ? amx_two_rows<kInt8, 2> : amx_two_rows<kInt8, 1>;
-      for (int64_t row = piece.first_row; row < whole_end; row += 32) two_rows(piece, row, panel, ahead);
-    }
-  }
-  for (int64_t row = whole_end; row < piece.end_row; row += 16) {
+  for (int64_t row = amx_many_rows<kInt8>(piece); row < piece.end_row; row += 16) {
     const int64_t rows = std::min<int64_t>(16, piece.end_row - row);
     configure_tiles(rows);
     int64_t panel = piece.first_panel;

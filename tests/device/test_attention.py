@@ -403,6 +403,18 @@ def test_one_long_context_is_shared_by_the_threads(name, dtype):
             case.run(name, window=window, **error)
 
 
+@pytest.mark.parametrize("name", daily(NATIVE))
+@pytest.mark.parametrize("dtype", [np.dtype("float32"), HALF], ids=str)
+@pytest.mark.parametrize("company", [[], [(3000, 1)]], ids=["alone", "cut into tasks"])
+def test_what_only_a_later_part_of_a_context_holds_reaches_no_earlier_query(name, dtype, company):
+    """Parts begin at 256: of six queries in one tile, two end before it."""
+    case = Case([(260, 6), *company], page_size=16, num_pages=256, head_dim=64, dtype=dtype)
+    case.new_v[5] = np.inf
+    backend, call = attention(name, None, 64**-0.5, None, 64, case.group)
+    out, _ = call(case.pool(backend), case.q, case.new_k, case.new_v, case.layout)
+    assert np.isfinite(np.asarray(out[:2], np.float32)).all()
+
+
 def last_token(name, dtype, length, window, *, num_queries=1, company=(), pages_before=0, head_dim=64):
     """What the last token of one sequence gets, whatever else is in the step."""
     rng, page_size = np.random.default_rng(7), 16
