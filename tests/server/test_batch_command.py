@@ -90,6 +90,14 @@ def test_max_cost_stops_it_and_the_same_command_goes_on(tiny_folder, tmp_path):
     assert seen == 40
 
 
+def test_a_run_that_answers_nothing_but_errors_says_so_by_its_status(tiny_folder, tmp_path):
+    wrong = [line | {"body": line["body"] | {"max_tokens": -1}} for line in lines(3)]
+    given, output = write_jsonl(tmp_path / "input.jsonl", wrong), tmp_path / "output.jsonl"
+    for _ in range(2):  # again: there is nothing left to do
+        assert "all 3 lines are answered, 3 of them with an error" in finish(batch(tiny_folder, given, output), 1)
+    assert [answer["response"]["status_code"] for answer in read_answers(output)] == [400] * 3
+
+
 def test_wrong_files_and_flags_are_told_before_a_model_is_loaded(tiny_folder, tmp_path):
     given, output = write_jsonl(tmp_path / "input.jsonl", lines(3)), tmp_path / "output.jsonl"
     assert "is no file" in finish(batch(tiny_folder, tmp_path / "none.jsonl", output), 2)

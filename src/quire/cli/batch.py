@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 STOPPED_BY_COST = 3
 """The exit status when `--max-cost` ended the run before the last line."""
+ALL_FAILED = 1
+"""When no line has anything but an error."""
 SYNC_EVERY_S = 1.0
 MAX_COST = 1 << 60
 
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             answers.unlink()
     failed = f", {output.num_failed:,} of them with an error" if output.num_failed else ""
     _say(f"all {given.num_lines:,} lines are answered{failed}: {args.output}")
-    return 0
+    return ALL_FAILED if output.num_failed == given.num_lines > 0 else 0
 
 
 def _open_input(path: Path) -> Input:
