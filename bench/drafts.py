@@ -1,6 +1,9 @@
 """What drafts are worth: the same requests with and without them.
 
     python bench/drafts.py MODEL [--drafts 8] [--rows 1] [--new-tokens 128] [--repeats 5] [--quantize int8]
+    python bench/drafts.py MODEL --draft MODEL [--draft-quantize int4]
+
+Without --draft they are looked up in the text, with it a smaller model guesses them.
 
 Prompts of two kinds: some ask to repeat what they bring along (a summary, an edit), others ask for something new. Turns
 with and without drafts are interleaved; a ratio is the time without over the time with, median and range. The tokens
@@ -61,6 +64,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--draft", help="a smaller model with the same tokens")
+    parser.add_argument("--draft-quantize")
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
@@ -72,17 +77,26 @@ def main() -> None:
     knobs = {"dtype": args.dtype, "quantize": args.quantize, "max_num_seqs": args.rows, "max_model_len": 1024}
     with (
         LLM(args.model, quiet=True, **knobs) as plain,
-        LLM(args.model, quiet=True, drafts=args.drafts, **knobs) as ahead,
+        LLM(
+            args.model,
+            quiet=True,
+            drafts=args.drafts,
+            draft=args.draft,
+            draft_quantize=args.draft_quantize,
+            **knobs,
+        ) as ahead,
     ):
         for kind, texts in PROMPTS.items():
             ratios, differing = [], 0
             before = ahead.engine.stats()
+            tokens_ahead = 0
             for first in range(len(texts)):
                 asked = [texts[(first + i) % len(texts)] for i in range(args.rows)]
                 prompts = [plain.chat_prompt([{"role": "user", "content": text}]) for text in asked]
                 for repeat in range(args.repeats + 1):
                     seconds, expected = turn(plain, prompts, params)
                     seconds_ahead, tokens = turn(ahead, prompts, params)
+                    tokens_ahead += sum(map(len, tokens))
                     differing += sum(a != b for a, b in zip(tokens, expected, strict=True))
                     if repeat:  # the first turn computes the prompt
                         ratios.append(seconds / seconds_ahead)
@@ -90,9 +104,12 @@ def main() -> None:
                     break  # all of them at once
             now = ahead.engine.stats()
             drafted, accepted = now.drafted_tokens - before.drafted_tokens, now.accepted_drafts - before.accepted_drafts
+            steps = now.steps - before.steps
+            share = accepted / max(drafted, 1)
             print(
                 f"{args.rows} rows, {kind}: {statistics.median(ratios):.2f}x ({min(ratios):.2f}..{max(ratios):.2f}) "
-                f"the speed without drafts; {accepted} of {drafted} drafts accepted, {differing} sequences differ"
+                f"the speed without drafts; {accepted} of {drafted} drafts accepted ({share:.0%}), "
+                f"{tokens_ahead / steps:.1f} tokens a step, {differing} sequences differ"
             )
 
 

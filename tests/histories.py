@@ -19,6 +19,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob
 from quire.core.stopping import FinishReason, Grammar
+from quire.engine.drafting_runner import DraftingRunner
 from quire.llm import new_text
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
@@ -180,6 +181,7 @@ class History:
             "max_num_batched_tokens": 8,
         } | knobs
         self.engine = toy_engine(seed=seed, tokenizer=tokenizer, **knobs)
+        self.is_draft_good = not knobs.get("draft_weights")
         self.tokenizer = tokenizer
         self.guesses, self.look_up = random.Random(seed), self.engine.scheduler._look_up
         self.engine.scheduler._look_up = self.guess
@@ -214,8 +216,10 @@ class History:
 
     @property
     def runner(self) -> SamplingRunner:
-        assert isinstance(self.engine.runner, SamplingRunner)
-        return self.engine.runner
+        runner = self.engine.runner
+        runner = runner.target if isinstance(runner, DraftingRunner) else runner
+        assert isinstance(runner, SamplingRunner)
+        return runner
 
     def play(self, rule: str) -> None:
         """One operation, and the audit after it."""
@@ -634,6 +638,8 @@ class History:
             self.engine.wake(new, new)
         else:
             self.engine.set_weights(new, version=new, running=running)  # type: ignore
+        if isinstance(self.engine.runner, DraftingRunner) and self.is_draft_good:
+            self.engine.runner.draft.set_weights(new)  # else it would never be right again
         self.states.clear()
         self.forget_finished()
 
@@ -726,12 +732,24 @@ With windows smaller and larger than a page, a prompt and a step, and layers tha
 those of the windows run out first: they hold hardly more than one sequence may need."""
 
 
-def play_history(seed: int, num_operations: int) -> Counter:
+DRAFT_MODELS = [
+    {"drafts": 8, "draft_len": 64, "max_rounds": 4, "num_pages": 16},
+    {"drafts": 8, "draft_len": 64, "draft_weights": 7, "preemption": "swap", "page_size": 3, "debug": True},
+    {"drafts": 8, "draft_len": 64, "windows": (5, None, 2), "page_size": 1, "num_pages": 24, "num_host_pages": 20},
+    {"drafts": 16, "draft_len": 9, "max_num_batched_tokens": 24, "num_pages": 40, "max_rounds": 3},
+    {"drafts": 4, "draft_len": 64, "max_num_batched_tokens": 5, "num_pages": 12, "max_rounds": 2},
+    {"drafts": 8, "draft_len": 64, "prefix_cache": False, "num_host_pages": 0, "preemption": "recompute"},
+]
+"""Of engines with a draft model: one that is right, one that is wrong, one that ends early; steps too short for it to
+catch up."""
+
+
+def play_history(seed: int, num_operations: int, configs: list = CONFIGS) -> Counter:
     """One seeded history from the first request to the last page back; raises where anything is wrong.
 
     Returns how often what happened, and how often it met a request with which of its parameters set.
     """
-    history = History(seed, **CONFIGS[seed % len(CONFIGS)])
+    history = History(seed, **configs[seed % len(configs)])
     rules, weights = list(WEIGHTS), list(WEIGHTS.values())
     for rule in history.random.choices(rules, weights, k=num_operations):
         history.play(rule)

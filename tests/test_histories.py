@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from quire import SamplingParams
+from quire.core.draft_pages import DraftPages
+from quire.core.errors import AuditError
+from quire.testing import KVError
 from tests.effort import slow
-from tests.histories import CONFIGS, WEIGHTS, History, play_history
+from tests.histories import CONFIGS, DRAFT_MODELS, WEIGHTS, History, play_history
 from tests.mutations import MUTATIONS
 
 HISTORY = 400
@@ -79,6 +82,30 @@ def test_every_operation_meets_every_sampling_parameter(total, name):
     """
     missing = [what for what in HAPPENINGS if not total[what, name] and (what, name) != ("rounds", "structured")]
     assert not missing
+
+
+def test_histories_with_a_draft_model():
+    """Its device catches lies, too: a guess that does not follow from all tokens before it is an error."""
+    total = Counter()
+    for seed in range(2 * len(DRAFT_MODELS)):
+        total += play_history(seed, HISTORY, DRAFT_MODELS)
+    assert total["drafted"] > total["accepted drafts"] > 100
+    for kind in ("swaps", "recomputes", "copies", "cached tokens", "set_weights", "fail"):
+        assert total[kind] > 0, kind
+
+
+@pytest.mark.parametrize("forgotten", ["move", "write", "end"])
+def test_pages_that_the_draft_model_lacks_are_found(forgotten, monkeypatch):
+    """Where its KV has gone to, that somebody else has written a page, and that there is anything to catch up on."""
+    write = DraftPages.write
+    forget = {
+        "move": lambda self, operations: None,
+        "write": lambda self, *args, is_drafted: write(self, *args, is_drafted=True) if is_drafted else None,
+        "end": lambda self, pages, most: most,
+    }
+    monkeypatch.setattr(DraftPages, forgotten, forget[forgotten])
+    with pytest.raises((KVError, AuditError)):
+        sum((play_history(seed, HISTORY, DRAFT_MODELS) for seed in range(NUM_SEEDS)), Counter())
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ MAX_EXPERTS = 4096
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 MAX_ROUNDS = 1024
 MIN_DRAFTS, MAX_DRAFTS = 4, 1024
+DRAFTS_OF_A_MODEL = 8
+"""Where there is a draft model and nobody says how many."""
 MAX_EOS_IDS = 16
 MAX_DEVICES = 1 << 16
 MAX_PROCESSES = 1 << 12
@@ -73,8 +75,17 @@ class EngineConfig:
     )
     drafts: int = knob(
         0,
-        "tokens of a step that guesses ahead where a text repeats itself, at most: 8 is good on a CPU; 0 for never",
+        "tokens of a step that guesses ahead where a text repeats itself, at most: 8 is good on a CPU; 0 for never "
+        "(with draft: 8)",
         expert=True,
+    )
+    draft: str | None = knob(
+        None,
+        "draft model: a smaller MODEL with the same tokens guesses ahead, whether a text repeats itself or not",
+        expert=True,
+    )
+    draft_quantize: str | None = knob(
+        None, "quantize of the draft model, or none; by default that of the model", expert=True
     )
     attention: str = knob(
         "auto",
@@ -124,6 +135,7 @@ class EngineConfig:
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
+        self._check_draft()
         if self.drafts != 0:
             check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS)
         for name, top in (
@@ -167,6 +179,32 @@ class EngineConfig:
                 "of a step: lower the first or raise the second",
                 field="drafts",
             )
+
+    def _check_draft(self) -> None:
+        """A draft model guesses in steps that have room for drafts, and in one process."""
+        _one_of("draft_quantize", self.draft_quantize, (*QUANTIZATIONS, "none"))
+        if self.draft is None:
+            if self.draft_quantize is not None:
+                message = f"draft_quantize={self.draft_quantize!r} is of a draft model, and there is none: give draft"
+                raise FieldError(message, field="draft_quantize")
+            return
+        if not isinstance(self.draft, str) or not self.draft:
+            raise FieldError(f"draft={self.draft!r} must be a MODEL: a folder, a file or a name", field="draft")
+        if self.num_processes > 1:
+            raise FieldError(
+                f"draft={self.draft!r} guesses in one process, and there are num_processes={self.num_processes}: leave "
+                "draft out; drafts=8 alone looks them up in the text",
+                field="draft",
+            )
+        if self.drafts == 0:
+            object.__setattr__(self, "drafts", DRAFTS_OF_A_MODEL)
+
+    @property
+    def quantize_of_draft(self) -> str | None:
+        """How the draft model keeps its weights."""
+        if self.draft_quantize == "none":
+            return None
+        return self.draft_quantize or self.quantize
 
     def _check_group(self) -> None:
         """Several processes need to know where to meet, and devices that can be shared out evenly."""
@@ -236,6 +274,8 @@ class EngineKnobs(TypedDict, total=False):
     memory_budget: int | None
     num_host_pages: int | None
     drafts: int
+    draft: str | None
+    draft_quantize: str | None
     attention: str
     matmul: str
     deterministic: bool

@@ -34,6 +34,7 @@ from quire.device.models.weights import params_from_tensors, place_params
 from quire.distributed.group import facts_of, group_mesh
 from quire.distributed.leader import Leader
 from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
+from quire.engine.draft_model import DraftModel, check_vocabulary, naming_draft
 from quire.engine.engine import Engine
 from quire.field_error import FieldError
 from quire.interrupts import Interrupts
@@ -77,6 +78,7 @@ class LLM:
         config = _config(mesh, knobs)
         devices = _devices(mesh) if config.num_processes == 1 else None
         path = find_model(model, revision, quiet=quiet)
+        draft = _find_draft(config, read_config(path), quiet) if config.draft else None
         group = None if devices else Leader(config, facts_of(config, read_config(path), path))
         with group.inside() if group else nullcontext():
             if group:
@@ -85,7 +87,15 @@ class LLM:
             load = partial(_load_model, path, devices, config, quiet)
             self._load, loaded = partial(group.load, load) if group else load, load()
             self._start(
-                loaded.config, loaded.params, loaded.tokenizer, config, devices, quiet, loaded.generation_config, group
+                loaded.config,
+                loaded.params,
+                loaded.tokenizer,
+                config,
+                devices,
+                quiet,
+                loaded.generation_config,
+                group,
+                draft,
             )
         self._embedding = loaded.embedding
 
@@ -116,11 +126,12 @@ class LLM:
                 "with LLM(model, ...), and give others to set_weights",
                 field="num_processes",
             )
+        draft = _find_draft(config, model_config, quiet) if config.draft else None
         devices = _devices(mesh)
         place = params_from_tensors if is_named else place_params
         params = place(model_config, params, mesh=devices, dtype=config.dtype)
         llm = cls.__new__(cls)
-        llm._start(model_config, params, tokenizer, config, devices, quiet)
+        llm._start(model_config, params, tokenizer, config, devices, quiet, draft=draft)
         return llm
 
     @classmethod
@@ -140,13 +151,22 @@ class LLM:
         quiet: bool,
         generation_config: Mapping[str, Any] | None = None,
         group: Leader | None = None,
+        draft: Path | None = None,
     ) -> None:
         use_compile_cache(config.compile_cache)
         self._default_params, notes = default_params(generation_config or {})
         self._quiet = quiet
+        guessing = _load_draft(draft, mesh, config, quiet) if draft else None
         with closing(StartProgress("compiling", "program", quiet=quiet)) as progress:
             self._engine: Engine | None = Engine(
-                model, params, config, tokenizer=tokenizer, mesh=mesh, progress=progress.update, group=group
+                model,
+                params,
+                config,
+                tokenizer=tokenizer,
+                mesh=mesh,
+                progress=progress.update,
+                group=group,
+                draft=guessing,
             )
         if not quiet:
             runner = self._engine.runner
@@ -562,6 +582,24 @@ def _load_model(path: Path, mesh: Mesh, config: EngineConfig, quiet: bool) -> Lo
         check_blocked(config.matmul, "gguf", mesh)  # before anything is read
     with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
         return load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update, keep_blocks=keep_blocks)
+
+
+def _find_draft(config: EngineConfig, model: ModelConfig, quiet: bool) -> Path:
+    """Where the draft model is; FieldError if it is none for this model. Reads no weights."""
+    name = str(config.draft)
+    with naming_draft(name):
+        path = find_model(name, quiet=quiet)
+        draft = read_config(path)
+    check_vocabulary(name, draft, model)
+    return path
+
+
+def _load_draft(path: Path, mesh: Mesh, config: EngineConfig, quiet: bool) -> DraftModel:
+    quantized = replace(config, quantize=config.quantize_of_draft)
+    load = partial(_load_model, path, mesh, quantized, quiet)
+    with naming_draft(str(config.draft)):
+        loaded = load()
+    return DraftModel(str(config.draft), loaded.config, loaded.params, lambda: load().params, loaded.tokenizer)
 
 
 def _prompts(prompts: Any) -> Iterable[Any]:

@@ -32,6 +32,8 @@ from quire.device.inputs import (
 )
 from quire.device.mesh import mesh_of
 from quire.engine.build import PoolSizes, choose_pool
+from quire.engine.draft_model import DraftModel
+from quire.engine.drafting_runner import DraftingRunner
 from quire.engine.engine import Engine
 from quire.text.tokenizer import Tokenizer
 
@@ -376,12 +378,14 @@ def fake_engine(
     windows: tuple[int | None, ...] = (None,),
     window_pages: tuple[int, ...] = (),
     runner: type[FakeRunner] = FakeRunner,
+    draft_len: int = 0,
+    draft_weights: int = 0,
     **knobs: Any,
 ) -> Engine:
     """An engine without a model; `knobs` are those of `EngineConfig`, with small defaults.
 
     `windows` are what the layers see: one that sequences outgrow has a pool of its own, of as many pages as it can use,
-    or of `window_pages`.
+    or of `window_pages`. With `draft_len` another fake guesses so far; with other `draft_weights` it is mistaken.
     """
     defaults = {"page_size": 4, "num_pages": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_rounds": 1}
     knobs = defaults | {name: value for name, value in knobs.items() if value is not None}
@@ -402,4 +406,12 @@ def fake_engine(
         sizes = zip(pool.windows, window_pages, strict=True)
         pool = pool._replace(windows=tuple(replace(size, num_pages=count) for size, count in sizes))
     device = runner(pool, page_size=config.page_size, vocab_size=vocab_size)
-    return Engine(model, None, config, tokenizer=tokenizer, runner=device, pool=pool, clock=FakeClock(seed))
+    draft = None
+    if draft_len:
+        draft = DraftModel("fake", replace(model, max_len=draft_len), None, lambda: draft_weights)
+        guessing = runner(pool._replace(windows=()), page_size=config.page_size, vocab_size=vocab_size)
+        guessing.set_weights(draft_weights)
+        device = DraftingRunner(device, guessing, draft.load)
+    return Engine(
+        model, None, config, tokenizer=tokenizer, runner=device, pool=pool, clock=FakeClock(seed), draft=draft
+    )

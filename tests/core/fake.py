@@ -28,6 +28,7 @@ class Result:
     processed_top_ids_SRX: np.ndarray
     processed_top_logprobs_SRX: np.ndarray
     scores: "Result | None" = None
+    drafted_BR: np.ndarray | None = None
 
 
 def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> Result:

@@ -25,6 +25,7 @@ from quire.bench.bare_loop import BareLoop
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence as TokenSequence
+from quire.engine.drafting_runner import DraftingRunner
 from quire.llm import LLM
 
 Result = dict[str, Any]
@@ -307,6 +308,7 @@ def our_side(llm: LLM, params: SamplingParams) -> Side:
 def bare_side(llm: LLM, rows: int, prompt_len: int, new_tokens: int) -> Side:
     """The bare loop over the engine's own weights."""
     runner = llm.engine.runner
+    runner = runner.target if isinstance(runner, DraftingRunner) else runner
     return loop_side(BareLoop(runner, rows=rows, prompt_len=prompt_len, new_tokens=new_tokens))  # pyright: ignore
 
 

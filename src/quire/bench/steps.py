@@ -12,6 +12,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.engine.step_shapes import step_shapes
 from quire.field_error import FieldError
 from quire.llm import LLM
+from quire.progress import JobProgress
 from quire.simulate.cost import Calibration, PlanSize, fit, size_of
 
 KNOBS = (
@@ -23,6 +24,9 @@ def calibrate(
     llm: LLM, *, model: str, rows: Sequence[int], prompt_len: int, new_tokens: int, repeats: int
 ) -> Calibration:
     """Time steps of all sizes and say what they cost."""
+    if (draft := llm.engine.config.draft) is not None:
+        message = f"draft={draft!r}: what steps cost is measured of one model, and simulated so; leave draft out"
+        raise FieldError(message, field="draft")
     longest, limit = 2 * (prompt_len + new_tokens), llm.engine.max_model_len
     if longest > limit:
         raise FieldError(
@@ -73,6 +77,12 @@ def timed_steps(
         if engine.scheduler.in_flight is not None:
             sizes.append(size_of(engine.scheduler.in_flight))
 
+    def tokens() -> tuple[int, int]:
+        now = engine.stats()
+        return now.prompt_tokens, now.generated_tokens
+
+    progress = JobProgress(repeats * sum(max(alive, 8) for alive in rows), unit="request")
+    progress.start()
     number = 0
     for alive in rows:
         left = repeats * max(alive, 8)
@@ -91,4 +101,6 @@ def timed_steps(
             start = clock()
             engine.step(meanwhile=note)
             steps.append((sizes.pop(), clock() - start))
+            progress.update(number - len(engine.scheduler.running) - engine.scheduler.num_waiting, tokens)
+    progress.close(number)
     return steps

@@ -1,4 +1,6 @@
-"""Drafts: tokens that may come next in a sequence, by what followed the same tokens earlier in it.
+"""Drafts: tokens that may come next in a sequence. A smaller model guesses them, or they are looked up in the sequence.
+
+Looked up is what followed the same tokens earlier in it:
 
     tokens    | ... the old lighthouse could not be seen ......... In 1874 the old lighthouse |
                     ^^^^^^^^^^^^^^^^^^                                     ^^^^^^^^^^^^^^^^^^
@@ -8,9 +10,10 @@ A step computes a row's newest token and its drafts behind it, and draws behind 
 first that is not what was drafted, that one included: what a step for each token would have drawn, whatever was
 drafted. A draft that is wrong costs the time to compute it, so how many pay is learned for each sequence by itself.
 
-Refuses to know: sequences, pages, and what a step costs.
+Refuses to know: sequences, pages, models, and what a step costs.
 """
 
+import math
 from array import array
 from collections.abc import Sequence as SequenceOf
 
@@ -25,6 +28,13 @@ HOPE = 32
 ITEM = array("i").itemsize
 MAX_FALSE_MATCHES = 64
 """Bytes that match, but begin inside of a token: a prompt can be made of nothing else."""
+UNKNOWN = 0
+"""Stands for a token that the draft model guesses only in the step that computes it."""
+WORTH = 0.4
+"""How likely a draft of a model must be to be accepted, with all before it, to pay for its time in both models."""
+FIRST_RATE, HIGHEST_RATE = 0.75, 0.98
+RATE_WINDOW = 8
+"""Drafts over which the rate of acceptance is averaged, about."""
 
 
 class Drafter:
@@ -92,3 +102,40 @@ class Drafter:
                 self.most = FIRST_DRAFTS
             self.pause = FIRST_PAUSE
             self.hopes_until = num_tokens + HOPE
+
+
+class Guesses:
+    """Of one sequence that a draft model guesses for: how many tokens at once pay, by how many were accepted before.
+
+    A model's guess may be wrong now and right the next time, so it is the rate that counts, not the last of them.
+    """
+
+    hopes_until = 0
+    """As `Drafter` has it: as long as guesses pay there are some in every step, and else there is nothing to hope."""
+
+    def __init__(self) -> None:
+        self.rate = FIRST_RATE
+        """How likely the next guess is to be accepted."""
+        self.pause = FIRST_PAUSE
+        """Tokens of the next pause."""
+        self.resume_at = 0
+        """How many tokens the sequence has when there are guesses again."""
+
+    @property
+    def most(self) -> int:
+        """Tokens of which the last is still accepted often enough."""
+        return int(math.log(WORTH) / math.log(self.rate) + 1e-9)
+
+    def learn(self, num_tokens: int, num_drafted: int, num_accepted: int) -> None:
+        """The sequence has `num_tokens`, now that so many of its drafts were accepted."""
+        for _ in range(num_accepted):
+            self.rate += (1 - self.rate) / RATE_WINDOW
+        if num_accepted < num_drafted:  # what stood behind the first wrong one says nothing
+            self.rate -= self.rate / RATE_WINDOW
+        else:
+            self.pause = FIRST_PAUSE
+        self.rate = min(self.rate, HIGHEST_RATE)
+        if self.rate < WORTH:
+            self.rate = WORTH  # after the pause, one is tried
+            self.resume_at = num_tokens + self.pause
+            self.pause = min(2 * self.pause, LONGEST_PAUSE)

@@ -47,6 +47,16 @@ class PagePool:
         self.operations = PageOperations()
 
     @property
+    def num_pages(self) -> int:
+        """Pages on the device."""
+        return self.allocator.num_pages
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages in host memory; 0 for no swapping."""
+        return self.host.num_pages if self.host else 0
+
+    @property
     def num_available(self) -> int:
         """Pages that can be had without taking them from a sequence."""
         return self.allocator.num_free + self.num_cached

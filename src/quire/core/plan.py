@@ -4,7 +4,7 @@ A plan is made fresh every step. Rows say which positions are computed, samples 
 which of them say how likely a given token was: they are apart because a row may have none (a chunk inside a prompt),
 several samples may draw from one row, and a row may have a score for each of its tokens. Embeds say which hidden states
 are handed out: a row that is embedded has one. Drafts are tokens at the end of a row that its sequence does not have
-yet: a sample stands behind each.
+yet: a sample stands behind each. Where a draft model guesses them, they are known when the step has run.
 """
 
 from collections.abc import Iterable
@@ -78,7 +78,10 @@ class StepPlan:
     scores: list[Score] = field(default_factory=list)
     embeds: list[Embed] = field(default_factory=list)
     drafts: dict[int, list[int]] = field(default_factory=dict)
-    """Row -> the tokens that were guessed behind its sequence's newest one: the last that it computes."""
+    """Row -> the tokens that were guessed behind its sequence's newest one: the last that it computes. With a draft
+    model UNKNOWN until the step has run."""
+    draft_rows: list[Row] = field(default_factory=list)
+    """With a draft model: what it computes so that it has seen what it is to guess from, before its guesses."""
     num_tokens: int = 0
     operations: list[PageOperations] = field(default_factory=lambda: [PageOperations()])
     """For each pool of pages, in the order of `PageTables.pools`."""
@@ -157,6 +160,11 @@ class StepResult(TokenResult, Protocol):
     @property
     def scores(self) -> TokenResult | None:
         """An entry for each of the plan's scores; None if it has none."""
+        ...
+
+    @property
+    def drafted_BR(self) -> np.ndarray | None:
+        """What a draft model guessed for each row with drafts, in order; None if it was not asked to."""
         ...
 
     @property

@@ -17,7 +17,9 @@ from itertools import chain
 from operator import add
 
 from quire.core.commit import accept_pooled, accept_scores, accept_tokens, computed_end
-from quire.core.drafts import FIRST_DRAFTS, Drafter
+from quire.core.draft_kv import DraftKV
+from quire.core.draft_pages import DraftPages
+from quire.core.drafts import FIRST_DRAFTS, UNKNOWN, Drafter, Guesses
 from quire.core.errors import AuditError
 from quire.core.forks import fork_of
 from quire.core.page_tables import PageCounts, PageTables
@@ -44,6 +46,7 @@ class Scheduler:
         max_num_samples: int | None = None,
         max_rounds: int = 1,
         drafts: int = 0,
+        draft_len: int = 0,
         preemption: str = "auto",
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
@@ -55,6 +58,11 @@ class Scheduler:
         self.max_rounds = max_rounds
         self.drafts = drafts
         """Tokens of a step that decodes, at most, when it guesses ahead; 0 for never."""
+        self.draft_kv: DraftKV | None = None
+        """What the draft model has computed; None where there is none, and drafts are looked up."""
+        if draft_len:
+            pages = DraftPages(tables.pool.num_pages, tables.pool.num_host_pages, tables.page_size)
+            self.draft_kv = DraftKV(pages, max_len=draft_len, max_tokens=max_num_batched_tokens)
         self.preemption = preemption
         self.costs = PreemptionCosts()
         self.waiting = WaitingQueue()
@@ -147,6 +155,9 @@ class Scheduler:
                 promised = list(map(add, promised, self.tables.num_promised(planner.started[-1:])))
         plan = planner.plan
         if plan:
+            if self.draft_kv is not None:
+                self.draft_kv.move(self.tables.pool.operations)
+                self.draft_kv.follow(plan, has_room=self._share(plan) >= FIRST_DRAFTS)
             if (self.max_rounds > 1 or self.drafts) and plan.can_go_on:
                 self._draft(plan)
                 if not plan.drafts:
@@ -228,17 +239,32 @@ class Scheduler:
 
         Each has the same share. Where that is less than a drafter begins with, there are too many rows for it to pay.
         """
-        share, found = self.drafts // len(plan.rows) - 1, {}
+        share, found = self._share(plan), {}
         for i, row in enumerate(plan.rows if share >= FIRST_DRAFTS else ()):
             sequence = row.sequence
-            drafter = sequence.drafter = sequence.drafter or Drafter(sequence.num_tokens)
+            if sequence.drafter is None:
+                sequence.drafter = Guesses() if self.draft_kv else Drafter(sequence.num_tokens)
+            drafter = sequence.drafter
             most = min(share, drafter.most, most_unseen(sequence) - 1)
             if sequence.params.max_rounds is not None:
                 most = min(most, sequence.params.max_rounds - 1)
+            if self.draft_kv:
+                most = min(most, self.draft_kv.max_len - row.first - 1)
             if most > 0 and sequence.num_tokens >= drafter.resume_at:
-                found[i] = self._look_up(sequence, drafter, most)
+                is_looked_up = isinstance(drafter, Drafter)
+                found[i] = self._look_up(sequence, drafter, most) if is_looked_up else self._guess(most)
+        if self.draft_kv is not None:
+            found = {i: found[i] for i in self.draft_kv.catch_up(plan, found)}
         if any(found.values()):
             add_drafts(plan, self.tables, found)
+
+    def _share(self, plan: StepPlan) -> int:
+        """Drafts that each row of a step that decodes may have."""
+        return self.drafts // len(plan.rows) - 1
+
+    def _guess(self, most: int) -> list[int]:
+        """So many tokens that the draft model will say."""
+        return [UNKNOWN] * most
 
     def _look_up(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
         """So many tokens that a sequence may go on with; [] if there is nothing to go by."""
@@ -402,12 +428,17 @@ class Scheduler:
         self.tables.dispatched()
         weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
+        if result.drafted_BR is not None:
+            guesses = zip(plan.drafts.items(), result.drafted_BR.tolist(), strict=False)
+            plan.drafts = {i: guessed[: len(drafts)] for (i, drafts), guessed in guesses}
         samples = plan.judged_samples
         if not all(counts):
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
         accept_scores(plan, result)  # what a row scores comes before what it draws
         events = accept_tokens(samples, result, weights.version, plan.drafts)
         accept_pooled(plan, result)
+        if self.draft_kv is not None:
+            self.draft_kv.commit(plan)
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence, first = row.sequence, row.first

@@ -21,6 +21,8 @@ class SchedulerConfig:
     max_num_samples: int
     max_rounds: int = 1
     drafts: int = 0
+    draft_len: int = 0
+    """Positions that a draft model knows; 0 where there is none, and drafts are looked up."""
     preemption: str = "auto"
     prefix_cache: bool = True
     poison_freed: bool = False
@@ -32,8 +34,9 @@ class SchedulerConfig:
 
     def build[S: Scheduler](self, kind: Callable[..., S] = Scheduler, **more: Any) -> S:
         """A scheduler over empty pools; of another class, which may take `more`."""
-        limits = ("max_num_seqs", "max_num_batched_tokens", "max_num_samples", "max_rounds", "drafts", "preemption")
-        return kind(self._tables(), **{name: getattr(self, name) for name in limits}, **more)
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_num_samples", "max_rounds", "preemption")
+        drafts = {name: getattr(self, name) for name in ("drafts", "draft_len")}
+        return kind(self._tables(), **{name: getattr(self, name) for name in limits}, **drafts, **more)
 
     def _tables(self) -> PageTables:
         knobs = {"prefix_cache": self.prefix_cache, "poison_freed": self.poison_freed}

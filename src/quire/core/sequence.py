@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from quire.core.drafts import Drafter
+from quire.core.drafts import Drafter, Guesses
 from quire.core.errors import StateError
 from quire.core.request import Request
 from quire.core.stopping import FinishReason, Grammar, StopDetector
@@ -190,8 +190,8 @@ class Sequence:
         """Steps that failed on the device with this sequence in them."""
         self.grammar = grammar
         """Constrains the output; it has read all of it."""
-        self.drafter: Drafter | None = None
-        """Where drafts are made: what finds them. A fork has one of its own."""
+        self.drafter: Drafter | Guesses | None = None
+        """Where drafts are made: what finds them, or how good a draft model's are. A fork has one of its own."""
         self.mask: np.ndarray | None = None
         """With a grammar: the tokens that may be drawn next, end tokens too. Replaced, never written to."""
 

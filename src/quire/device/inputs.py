@@ -273,6 +273,8 @@ class StepInputs:
     embedded, None where no row is. Not in a decode step."""
     windows: tuple[WindowInputs, ...] = ()
     """For each pool of layers that see only a window."""
+    draft: "DraftInputs | None" = None
+    """What the draft model does beside it; None where there is none, or nothing to do for it."""
 
     @property
     def pools(self) -> list[tuple[PageIds, PageCommands]]:
@@ -294,6 +296,17 @@ class StepInputs:
         for ids, pages in self.pools:
             arrays += [ids.ids_X, ids.cu_lens_B1, pages.swap_out, pages.copy, pages.swap_in, pages.poison]
         return sum(array.nbytes for array in arrays)
+
+
+@dataclass(frozen=True)
+class DraftInputs:
+    """Steps of the draft model, whose pool has the same page ids. One or both; the first has the page commands."""
+
+    catch_up: StepInputs | None
+    """Tokens that are there, computed so that it has their KV."""
+    guess: StepInputs | None
+    """Rounds of decoding, of the rows that have more than one token in the step, in order. What one draws comes in the
+    place of its tokens behind the first."""
 
 
 @jax.tree_util.register_dataclass
@@ -322,6 +335,8 @@ class StepOutput:
     """Of the tokens that were scored, the same; None from a decode step."""
     pooled_BD: Any = None
     """The sum of the hidden states of each row that is pooled, in float32; None from a decode step."""
+    drafted_BR: Any = None
+    """What a draft model guessed for each row with drafts, in order; None where it was not asked to."""
 
     def only(self, inputs: StepInputs) -> "StepOutput":
         """The tokens, and of the rest what the step was asked for; None in the place of what it was not."""

@@ -12,6 +12,8 @@ from quire.core.scheduler import Scheduler
 from quire.core.scheduler_config import SchedulerConfig
 from quire.device import memory
 from quire.device.runner import ModelRunner
+from quire.engine.draft_model import DraftModel, naming_draft
+from quire.engine.draft_packer import DraftPacker
 from quire.engine.packer import Packer
 from quire.engine.pool_size import (
     check_memory,
@@ -23,7 +25,7 @@ from quire.engine.pool_size import (
     pool_pages,
     sequences_that_fit,
 )
-from quire.engine.step_shapes import step_shapes
+from quire.engine.step_shapes import draft_shapes, step_shapes
 from quire.recording.recorder import RecordingScheduler
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
@@ -78,9 +80,17 @@ def end_tokens(model: ModelConfig, tokenizer: Tokenizer | None) -> frozenset[int
 
 
 def size_pool(
-    config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh, default_budget: int
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    mesh: Mesh,
+    default_budget: int,
+    draft: ModelConfig | None = None,
 ) -> PoolSizes:
-    """The pages on the device: as many as the config asks for, or as its budget holds; none yet in host memory."""
+    """The pages on the device: as many as the config asks for, or as its budget holds; none yet in host memory.
+
+    A page of the first pool is one of the draft model's, too.
+    """
     windows = own_windows(config, model, max_model_len)
     bytes_of = [
         memory.page_bytes(
@@ -94,6 +104,9 @@ def size_pool(
         )
         for pool in range(len(windows) + 1)
     ]
+    if draft is not None:
+        sizes_of_draft = {"dtype": config.dtype, "page_size": config.page_size, "attention": config.attention}
+        bytes_of[0] += memory.page_bytes(draft, mesh=mesh, **sizes_of_draft)
     if config.num_pages:
         pages = pages_beside(config, config.num_pages, windows)
     else:
@@ -106,13 +119,15 @@ def size_pool(
     return PoolSizes(pages[0], bytes_of[0], sizes, tuple(bytes_of[1:]))
 
 
-def choose_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh) -> PoolSizes:
+def choose_pool(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh, draft: ModelConfig | None = None
+) -> PoolSizes:
     """The pool that the config asks for, or that fits into the memory there is: engines share that of the host."""
     free, available = memory.available_bytes(mesh), memory.available_host_bytes() // config.num_engines
     if memory.is_host_memory(mesh):
         free //= config.num_engines
     budget = default_pool_bytes(free, is_host_memory=memory.is_host_memory(mesh))
-    pool = size_pool(config, model, max_model_len, mesh, budget)
+    pool = size_pool(config, model, max_model_len, mesh, budget, draft)
     knob = "num_pages" if config.num_pages else "memory_budget"
     check_memory(knob, pool.num_pages, num_bytes=pool.num_bytes, available_bytes=free)
     with_windows = -(-pool.num_bytes // pool.num_pages)
@@ -136,8 +151,8 @@ def describe_capacity(config: EngineConfig, pool: PoolSizes, max_model_len: int)
     )
 
 
-def scheduler_config(config: EngineConfig, pool: PoolSizes) -> SchedulerConfig:
-    """What the scheduler of an engine is made from."""
+def scheduler_config(config: EngineConfig, pool: PoolSizes, draft_len: int = 0) -> SchedulerConfig:
+    """What the scheduler of an engine is made from; `draft_len` is how many positions a draft model knows."""
     on_host = pool.all_host_pages or (0,) * (len(pool.windows) + 1)
     return SchedulerConfig(
         page_size=config.page_size,
@@ -152,22 +167,28 @@ def scheduler_config(config: EngineConfig, pool: PoolSizes) -> SchedulerConfig:
         max_num_samples=config.max_num_samples,
         max_rounds=config.max_rounds,
         drafts=config.drafts,
+        draft_len=draft_len,
         preemption=config.preemption,
     )
 
 
-def build_scheduler(config: EngineConfig, pool: PoolSizes) -> Scheduler:
+def build_scheduler(config: EngineConfig, pool: PoolSizes, draft: ModelConfig | None = None) -> Scheduler:
     """A scheduler over empty pools; it records what it decides if the config says so."""
-    sizes = scheduler_config(config, pool)
+    sizes = scheduler_config(config, pool, draft.max_len if draft else 0)
     if config.record is None:
         return sizes.build()
     return sizes.build(RecordingScheduler, path=config.record, config=sizes)
 
 
-def build_packer(config: EngineConfig, pool: PoolSizes, eos_ids: Collection[int]) -> Packer:
+def build_packer(
+    config: EngineConfig, pool: PoolSizes, eos_ids: Collection[int], *, has_draft: bool = False
+) -> Packer | DraftPacker:
     """The packer that knows the shapes for which programs are compiled."""
-    sizes = {"page_size": config.page_size, "num_pages": pool.all_pages}
-    return Packer(step_shapes(config), **sizes, eos_ids=eos_ids, debug=config.debug)
+    knobs = {"page_size": config.page_size, "debug": config.debug}
+    packer = Packer(step_shapes(config), num_pages=pool.all_pages, eos_ids=eos_ids, **knobs)
+    if not has_draft:
+        return packer
+    return DraftPacker(packer, Packer(draft_shapes(config), num_pages=pool.all_pages[:1], **knobs))
 
 
 def build_runner(
@@ -178,19 +199,43 @@ def build_runner(
         model,
         params,
         mesh=mesh,
-        dtype=config.dtype,
-        num_pages=pool.num_pages,
-        page_size=config.page_size,
-        pages_per_row=min(-(-max_model_len // config.page_size), pool.num_pages),
         shapes=step_shapes(config),
         max_rounds=config.max_rounds,
         windows=pool.windows,
         num_host_pages=pool.all_host_pages,
-        attention=config.attention,
-        matmul=config.matmul,
         quantize=config.quantize,
-        fail_on_compile=config.fail_on_compile,
+        **_runner_knobs(config, pool, max_model_len),
     )
+
+
+def build_draft_runner(
+    config: EngineConfig, pool: PoolSizes, draft: DraftModel, max_model_len: int, mesh: Mesh
+) -> ModelRunner:
+    """The same for a draft model, with a page for each of the target's first pool. Takes the arrays out of it."""
+    with naming_draft(draft.name):
+        return ModelRunner(
+            draft.config,
+            draft.params,
+            mesh=mesh,
+            shapes=draft_shapes(config),
+            max_rounds=config.drafts,
+            num_host_pages=pool.all_host_pages[:1],
+            quantize=config.quantize_of_draft,
+            **_runner_knobs(config, pool, max_model_len),
+        )
+
+
+def _runner_knobs(config: EngineConfig, pool: PoolSizes, max_model_len: int) -> dict[str, Any]:
+    """What the runners of a model and of its draft model have in common."""
+    return {
+        "dtype": config.dtype,
+        "num_pages": pool.num_pages,
+        "page_size": config.page_size,
+        "pages_per_row": min(-(-max_model_len // config.page_size), pool.num_pages),
+        "attention": config.attention,
+        "matmul": config.matmul,
+        "fail_on_compile": config.fail_on_compile,
+    }
 
 
 def build_detokenizer(tokenizer: Tokenizer, params: SamplingParams, *, keeps_space: bool) -> Detokenizer:

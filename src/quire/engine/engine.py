@@ -31,6 +31,7 @@ from quire.distributed.leader_runner import LeaderRunner
 from quire.engine.build import (
     PoolSizes,
     build_detokenizer,
+    build_draft_runner,
     build_packer,
     build_runner,
     build_scheduler,
@@ -38,6 +39,8 @@ from quire.engine.build import (
     describe_capacity,
     end_tokens,
 )
+from quire.engine.draft_model import DraftModel, check_draft
+from quire.engine.drafting_runner import DraftingRunner
 from quire.engine.ownership import between_steps, owner_only
 from quire.engine.runner import Runner
 from quire.engine.stats import EngineStats, Progress, StepCounters, StepTimer, TimingLog
@@ -63,9 +66,10 @@ class Engine:
         runner: Runner | None = None,
         pool: PoolSizes | None = None,
         group: Leader | None = None,
+        draft: DraftModel | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Compile every program and be ready. With `group`, in all of its processes.
+        """Compile every program and be ready. With `group`, in all of its processes. `draft` guesses ahead.
 
         For tests, `runner` replaces the device, `pool` the sizes that are chosen for it, and `clock` the time.
         """
@@ -73,6 +77,11 @@ class Engine:
         if config.num_processes > 1 and group is None:
             message = f"num_processes={config.num_processes}: a group is made by LLM(...), and here is none"
             raise FieldError(message, field="num_processes")
+        if config.draft is not None and draft is None:
+            message = f"draft={config.draft!r}: a draft model is loaded by LLM(...), and here is none"
+            raise FieldError(message, field="draft")
+        if draft is not None:
+            check_draft(draft, model, tokenizer)
         self.model = model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len(config.max_model_len, model)
@@ -84,15 +93,18 @@ class Engine:
         self.is_asleep = False
         """Between `sleep` and `wake`: requests are taken, and none advances."""
         mesh = mesh or mesh_of(config.mesh)
-        self._pool = pool or choose_pool(config, model, self.max_model_len, mesh)
-        self.scheduler = build_scheduler(config, self._pool)
-        self._packer = build_packer(config, self._pool, self.eos_ids)
+        draft_config = draft.config if draft else None
+        self._pool = pool or choose_pool(config, model, self.max_model_len, mesh, draft_config)
+        self.scheduler = build_scheduler(config, self._pool, draft_config)
+        self._packer = build_packer(config, self._pool, self.eos_ids, has_draft=draft is not None)
         if runner is None:
             if group:
                 group.send("start", self._pool)  # every process builds a runner
             own = build_runner(config, self._pool, model, params, self.max_model_len, mesh)
             own.warm_up(progress)
             runner = LeaderRunner(group, own) if group else own
+            if draft is not None:
+                runner = self._with_draft(runner, draft, mesh, progress)
         self.runner = runner
         self.scheduler.costs.seconds_per_move = runner.seconds_per_move
         self.scheduler.costs.pages_per_move = runner.pages_per_move
@@ -109,6 +121,11 @@ class Engine:
         self._last_number = 0
         """The highest version of weights that was a number."""
         self._timer, self._counters, self._timing_log = StepTimer(clock), StepCounters(), TimingLog()
+
+    def _with_draft(self, target: Runner, draft: DraftModel, mesh: Mesh, progress: Any) -> Runner:
+        guessing = build_draft_runner(self.config, self._pool, draft, self.max_model_len, mesh)
+        guessing.warm_up(progress)
+        return DraftingRunner(target, guessing, draft.load)
 
     def __repr__(self) -> str:
         model, scheduler = self.model, self.scheduler
@@ -407,7 +424,7 @@ class Engine:
         other weights are never found again, whatever they were called. Requests that have begun keep the KV they have,
         have all of it computed again, or are aborted (their sequences are returned). The arrays are copied: a training
         step may go on and donate its own. With `copy=False` those that the engine can compute with as they are stay
-        where they are, and must not be donated before the next change.
+        where they are, and must not be donated before the next change. A draft model keeps its own.
         """
         self._check_open()
         self._check_awake()

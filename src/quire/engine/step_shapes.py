@@ -1,6 +1,7 @@
 """The few shapes that every step is padded to: one program is compiled for each."""
 
 from quire.config import EngineConfig
+from quire.core.drafts import FIRST_DRAFTS
 from quire.device.inputs import StepShape
 
 MIN_ROWS = 4
@@ -22,6 +23,14 @@ def step_shapes(config: EngineConfig) -> list[StepShape]:
     tokens = _ladder(min(MIN_MIXED_TOKENS, most_tokens), most_tokens, factor=4, most=MAX_MIXED_SHAPES)
     decode = [StepShape(n, n, n, decode=True) for n in rows]
     return decode + [StepShape(n, min(n, most_rows), min(n, most_samples), decode=False) for n in tokens]
+
+
+def draft_shapes(config: EngineConfig) -> list[StepShape]:
+    """The same for a draft model: it decodes as many rows as have drafts at once, and goes along with mixed steps."""
+    most_rows = max(config.drafts // (FIRST_DRAFTS + 1), MIN_ROWS)
+    rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
+    mixed = [shape for shape in step_shapes(config) if not shape.decode]
+    return [StepShape(n, n, n, decode=True) for n in rows] + mixed
 
 
 def _ladder(low: int, high: int, *, factor: int, most: int) -> list[int]:

@@ -80,6 +80,9 @@ class WatchedScheduler(Scheduler):
             return super()._look_up(sequence, drafter, most)
         return [PLAIN] * min(self.drafts_of.get((sequence.arrival, sequence.index), 0), most)
 
+    def _guess(self, most: int) -> list[int]:
+        return super()._guess(most) if self.drafts_of is None else [PLAIN] * most
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._add_pages(sequence)
         super()._finish(sequence, reason)

@@ -94,6 +94,7 @@ def _scheduler_config(**fields: Any) -> SchedulerConfig:
     for name, high in counts.items():
         check_whole(name, getattr(config, name), 1, high)
     check_whole("drafts", config.drafts, 0, MAX_DRAFTS)
+    check_whole("draft_len", config.draft_len, 0, MAX_DIMENSION)
     for window in windows:
         for name in ("window", "num_pages", "pages_per_row"):
             check_whole(f"windows: {name}", getattr(window, name), 1, MAX_PAGES)

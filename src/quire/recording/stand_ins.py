@@ -45,7 +45,7 @@ class StandInGrammar:
 class StandInResult:
     """What a step produced: so many tokens for each sample, and no log-probability of any meaning."""
 
-    top_ids_SRX = top_logprobs_SRX = processed_top_ids_SRX = processed_top_logprobs_SRX = None
+    top_ids_SRX = top_logprobs_SRX = processed_top_ids_SRX = processed_top_logprobs_SRX = drafted_BR = None
 
     def __init__(self, tokens: list[list[int]], num_scores: int = 0, num_rows: int = 0) -> None:
         width = max([1, *map(len, tokens)])

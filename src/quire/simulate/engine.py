@@ -21,7 +21,7 @@ class DrawnTokens:
     """What a step drew, as `commit` reads it: lists, without an array around them."""
 
     scores = pooled_BD = logprobs_SR = top_ids_SRX = top_logprobs_SRX = processed_logprobs_SR = kept_mass_SR = None
-    processed_top_ids_SRX = processed_top_logprobs_SRX = None
+    processed_top_ids_SRX = processed_top_logprobs_SRX = drafted_BR = None
 
     def __init__(self, tokens: list[list[int]]) -> None:
         self._tokens = tokens
