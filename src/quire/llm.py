@@ -237,8 +237,10 @@ class LLM:
         if params is None and self.engine.is_asleep:
             if self._load is None:
                 raise ValueError("params is None, and this model came from no file: give weights")
-            params, copy = self._load().params, False
-        self.engine.wake(params, version, copy=copy)
+            self.engine.wake(self._load().params, version, copy=False)
+        else:
+            self.engine.wake(params, version, copy=copy)
+        return_freed_memory()  # what reading and packing weights took on the way
 
     def close(self) -> None:
         """Abort what runs, and give weights, pages and compiled programs back to the system."""

@@ -200,6 +200,7 @@ class ModelRunner:
             pool.shutdown(cancel_futures=True)  # Ctrl-C waits for what is compiling, not for the rest
         if self._host:
             self._measure_moves(self._host[0])
+        return_freed_memory()  # what reading and packing weights, and compiling, took on the way
         report(total, total, "")
 
     def _compile_steps(
