@@ -9,6 +9,7 @@ import jax
 import pytest
 from safetensors.numpy import save_file
 
+import quire.llm
 from quire import LLM, AsyncLLM, SamplingParams
 from quire.bench.measure import bare_side
 from quire.bench.steps import calibrate
@@ -30,7 +31,7 @@ OTHER = tiny_config(windows=(None,), num_heads=2, num_kv_heads=1, hidden_size=16
 """Fewer layers, fewer heads, less width."""
 
 
-def write_model(folder: Path, config: ModelConfig, seed: int = 0, **changes) -> str:
+def write_model(folder: Path, config: ModelConfig, seed: int = 0, tensors: dict | None = None, **changes) -> str:
     """A folder with a llama of random weights."""
     attention = config.attention[0]
     said = {
@@ -46,7 +47,7 @@ def write_model(folder: Path, config: ModelConfig, seed: int = 0, **changes) -> 
         "rms_norm_eps": config.norm_eps,
     }
     folder.mkdir()
-    save_file(tiny_tensors(config, seed), folder / "model.safetensors")
+    save_file(tiny_tensors(config, seed) if tensors is None else tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(said | changes))
     return str(folder)
 
@@ -233,35 +234,96 @@ def test_an_engine_that_sleeps_has_neither_model(same):
         assert all_accepted(llm, before)
 
 
+def failing_once(runner, monkeypatch, at: int, *, late: bool):
+    """Let the step of this number fail: when it is dispatched, or `late`, when it is waited for."""
+    run, calls = runner.run, iter(range(1000))
+
+    class Failing:
+        def result(self):
+            raise RuntimeError("no result")
+
+    def run_or_fail(inputs):
+        if next(calls) != at:
+            return run(inputs)
+        if late:
+            run(inputs)
+            delete_caches(runner)
+            return Failing()
+        delete_caches(runner)
+        return run(inputs)
+
+    monkeypatch.setattr(runner, "run", run_or_fail)
+
+
+def delete_caches(runner) -> None:
+    """As a program that fails leaves them."""
+    for array in jax.tree.leaves(runner._caches):
+        array.delete()
+
+
+def steps_of(llm: LLM, params: SamplingParams) -> tuple[dict, int]:
+    """The tokens that the prompts are answered with, and how many steps failed."""
+    sequences = [
+        sequence
+        for i, prompt in enumerate(PROMPTS)
+        for sequence in llm.engine.add(Request(id=str(i), prompt_token_ids=tuple(prompt), params=params))
+    ]
+    failures = 0
+    while llm.engine.has_work:
+        try:
+            llm.engine.step()
+        except (RuntimeError, ValueError):
+            failures += 1
+    llm.engine.audit()
+    return {(s.request.prompt_token_ids, s.index): [*s.output_token_ids, s.finish_reason] for s in sequences}, failures
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["when dispatched", "when waited for"])
+@pytest.mark.parametrize("at", [0, 6, 7])
 @pytest.mark.parametrize("failing", ["target", "draft"])
-def test_a_step_that_fails_in_either_model_costs_a_recomputation(plain, same, failing, monkeypatch):
+def test_a_step_that_fails_costs_a_recomputation_or_a_few_drafts(plain, same, failing, at, late, monkeypatch, caplog):
     expected = answers(plain, ASKED["forked"])
     with ahead(same) as llm:
-        runner = getattr(llm.engine.runner, failing)
-        run, calls = runner.run, iter(range(100))
-
-        def run_or_fail(inputs):
-            if next(calls) == 6:
-                for array in jax.tree.leaves(runner._caches):
-                    array.delete()  # as a program that fails leaves them
-            return run(inputs)
-
-        monkeypatch.setattr(runner, "run", run_or_fail)
-        sequences = [
-            sequence
-            for i, prompt in enumerate(PROMPTS)
-            for sequence in llm.engine.add(Request(id=str(i), prompt_token_ids=tuple(prompt), params=ASKED["forked"]))
-        ]
-        failures = 0
-        while llm.engine.has_work:
-            try:
-                llm.engine.step()
-            except (RuntimeError, ValueError):
-                failures += 1
-        assert failures == 1
-        tokens = {(s.request.prompt_token_ids, s.index): [*s.output_token_ids, s.finish_reason] for s in sequences}
+        failing_once(getattr(llm.engine.runner, failing), monkeypatch, at, late=late)
+        tokens, failures = steps_of(llm, ASKED["forked"])
+        assert failures == (failing == "target"), "without a draft model it goes on"
         assert tokens == {key: tokens for key, (tokens, _) in expected.items()}
-        llm.engine.audit()
+        assert ("a step of the draft model failed" in caplog.text) == (failing == "draft")
+        before = llm.engine.stats()
+        generate(llm, [[31, 32, 33, 34]], 30)
+        assert all_accepted(llm, before), "it has computed anew what it needs"
+
+
+def test_a_draft_model_that_always_fails_is_asked_less_and_less(plain, same, monkeypatch):
+    with ahead(same) as llm:
+        monkeypatch.setattr(llm.engine.runner.draft, "run", lambda inputs: 1 / 0)
+        params = SamplingParams(max_tokens=120, ignore_eos=True, seed=4)
+        tokens = [
+            one.token_ids for output in llm.generate([[5, 6, 7]], params, progress=False) for one in output.outputs
+        ]
+        assert tokens == [
+            one.token_ids for output in plain.generate([[5, 6, 7]], params, progress=False) for one in output.outputs
+        ]
+        assert 0 < llm.engine.stats().drafted_tokens < 20
+
+
+def test_a_recording_in_which_the_draft_model_failed_replays(same, tmp_path, monkeypatch):
+    path = tmp_path / "recording"
+    with ahead(same, record=str(path)) as llm:
+        failing_once(llm.engine.runner.draft, monkeypatch, 7, late=True)
+        assert steps_of(llm, ASKED["forked"])[1] == 0
+    assert replay(path).difference is None
+
+
+def test_a_draft_model_that_is_gone_is_named_when_it_is_read_again(tmp_path):
+    draft = write_model(tmp_path / "gone", tiny_config())
+    with ahead(draft) as llm:
+        llm.sleep()
+        (tmp_path / "gone" / "model.safetensors").unlink()
+        with pytest.raises(FieldError, match=r"draft='.*gone': ") as caught:
+            llm.wake(tiny_params(tiny_config()))
+        assert caught.value.field == "draft"
+        assert llm.engine.is_asleep
 
 
 def test_requests_that_draw_nothing_need_no_draft_model(plain, with_same):
@@ -357,8 +419,10 @@ def test_a_model_that_cannot_guess_for_this_one_is_refused(tmp_path):
     with pytest.raises(FieldError, match=r"draft='nowhere': MODEL 'nowhere' does not exist") as caught:
         tiny_llm(draft="nowhere")
     assert caught.value.field == "draft"
-    larger = write_model(tmp_path / "larger", tiny_config(vocab_size=98))
-    with pytest.raises(FieldError, match=r"has 98 tokens and the model 97: .* leave draft out") as caught:
+    larger = write_model(tmp_path / "larger", tiny_config(vocab_size=1122))
+    with pytest.raises(
+        FieldError, match=r"other tokens than the model: 1,122 of them, not 97; .* leave draft out"
+    ) as caught:
         tiny_llm(draft=larger)
     assert caught.value.field == "draft"
     good = write_model(tmp_path / "good", tiny_config())
@@ -368,6 +432,29 @@ def test_a_model_that_cannot_guess_for_this_one_is_refused(tmp_path):
     with pytest.raises(FieldError, match=r"draft=.*good': quantize='gguf' keeps") as caught:
         tiny_llm(draft=good, draft_quantize="gguf")
     assert caught.value.field == "draft_quantize"
+
+
+@pytest.mark.parametrize("vocab_size", [90, 112])
+def test_the_padding_of_both_vocabularies_may_differ(plain, tmp_path, monkeypatch, vocab_size):
+    """What one of them has no token for is neither given to it nor taken as its guess."""
+    padded = tiny_config(vocab_size=vocab_size)
+    tensors = tiny_tensors(padded, 0)
+    if vocab_size > 97:
+        tensors["lm_head.weight"][97:] *= 100  # likely, if it were asked
+    draft = write_model(tmp_path / "padded", padded, tensors=tensors)
+    load = quire.llm._load_draft
+    monkeypatch.setattr(quire.llm, "_load_draft", lambda *args: load(*args)._replace(tokenizer=tiny_tokenizer()))
+    params = replace(ASKED["penalised"], logit_bias={94: 3.0})
+    with ahead(draft) as llm:
+        check_same(answers(llm, params), answers(plain, params))
+        assert llm.engine.stats().drafted_tokens
+
+
+def test_sizes_may_not_differ_where_nobody_knows_the_tokens():
+    draft = DraftModel("m", tiny_config(vocab_size=98), {}, dict, tiny_tokenizer())
+    check_draft(draft, tiny_config(), tiny_tokenizer())
+    with pytest.raises(FieldError, match="other tokens than the model: 98 of them, not 97"):
+        check_draft(draft, tiny_config(), None)
 
 
 def test_a_draft_model_may_keep_its_weights_as_they_are(tmp_path):

@@ -597,11 +597,14 @@ def _find_draft(config: EngineConfig, model: ModelConfig, quiet: bool) -> Path:
 
 
 def _load_draft(path: Path, mesh: Mesh, config: EngineConfig, quiet: bool) -> DraftModel:
-    quantized = replace(config, quantize=config.quantize_of_draft)
-    load = partial(_load_model, path, mesh, quantized, quiet)
-    with naming_draft(str(config.draft)):
-        loaded = load()
-    return DraftModel(str(config.draft), loaded.config, loaded.params, lambda: load().params, loaded.tokenizer)
+    name, quantized = str(config.draft), replace(config, quantize=config.quantize_of_draft)
+
+    def load() -> LoadedModel:
+        with naming_draft(name):
+            return _load_model(path, mesh, quantized, quiet)
+
+    loaded = load()
+    return DraftModel(name, loaded.config, loaded.params, lambda: load().params, loaded.tokenizer)
 
 
 def _prompts(prompts: Any) -> Iterable[Any]:

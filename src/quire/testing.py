@@ -411,7 +411,7 @@ def fake_engine(
         draft = DraftModel("fake", replace(model, max_len=draft_len), None, lambda: draft_weights)
         guessing = runner(pool._replace(windows=()), page_size=config.page_size, vocab_size=vocab_size)
         guessing.set_weights(draft_weights)
-        device = DraftingRunner(device, guessing, draft.load)
+        device = DraftingRunner(device, guessing, draft.load, vocab_size)
     return Engine(
         model, None, config, tokenizer=tokenizer, runner=device, pool=pool, clock=FakeClock(seed), draft=draft
     )

@@ -1,7 +1,7 @@
 """What the draft model has computed, and what it is to compute beside a plan so that it can guess.
 
-It goes along with prompts. What it leaves out - rounds without drafts, pages of requests that nobody guesses for - it
-catches up on before it guesses:
+It goes along with prompts. What it leaves out - rounds without drafts, more rows than drafts are for, pages of requests
+that nobody guesses for - it catches up on before it guesses:
 
     positions      0 ........................... first        newest token, drafts
     target         computed ...................
@@ -34,17 +34,14 @@ class DraftKV:
         """Pages are moved and copied for both models; before anything is planned over them."""
         self._pages.move(operations)
 
-    def follow(self, plan: StepPlan, *, has_room: bool) -> None:
-        """Go along with a plan that computes prompts.
-
-        With rows that decode, too, if there `has_room` for drafts of each; else it catches up once there has.
-        """
+    def follow(self, plan: StepPlan) -> None:
+        """Go along with a plan that computes prompts, so few that their sequences will be guessed for."""
         if plan.can_go_on:
             return
         ends = {
             i: min(first + num_tokens, self.max_len)
             for i, (sequence, first, num_tokens, _) in enumerate(plan.rows)
-            if (num_tokens > 1 or has_room) and _may_be_drafted(sequence)
+            if _may_be_drafted(sequence)
         }
         self._plan(plan, ends)
 
@@ -75,9 +72,15 @@ class DraftKV:
                 complete.append(i)
         return complete
 
-    def commit(self, plan: StepPlan) -> None:
-        """Take down what a step wrote, once its tokens have been accepted and before its pages are published."""
+    def commit(self, plan: StepPlan, *, has_failed: bool) -> None:
+        """Take down what a step wrote, once its tokens have been accepted and before its pages are published.
+
+        When the draft model `has_failed`, it has nothing any more.
+        """
         pages = self._pages
+        if has_failed:
+            pages.forget()
+            return
         for row in plan.rows:
             if row.sequence.state is SequenceState.RUNNING:
                 pages.write(row.sequence.pages, row.first, computed_end(row), is_drafted=False)

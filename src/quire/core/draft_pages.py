@@ -37,6 +37,11 @@ class DraftPages:
         for host_page, page in operations.swap_ins:
             self._lens[page] = self._host_lens[host_page]
 
+    def forget(self) -> None:
+        """The draft model has nothing of any page."""
+        self._lens[:] = 0
+        self._host_lens[:] = 0
+
     def end(self, pages: SequenceOf[int], most: int) -> int:
         """Up to which position, `most` at the highest, the draft model has all that a table holds."""
         num_pages = -(-most // self.page_size)

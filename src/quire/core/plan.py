@@ -164,7 +164,9 @@ class StepResult(TokenResult, Protocol):
 
     @property
     def drafted_BR(self) -> np.ndarray | None:
-        """What a draft model guessed for each row with drafts, in order; None if it was not asked to."""
+        """What a draft model guessed for each row with drafts, in order; no column if it failed, and has no KV of any
+        page. None if it was not asked to.
+        """
         ...
 
     @property

@@ -157,7 +157,8 @@ class Scheduler:
         if plan:
             if self.draft_kv is not None:
                 self.draft_kv.move(self.tables.pool.operations)
-                self.draft_kv.follow(plan, has_room=self._share(plan) >= FIRST_DRAFTS)
+                if self._share(plan) >= FIRST_DRAFTS:
+                    self.draft_kv.follow(plan)
             if (self.max_rounds > 1 or self.drafts) and plan.can_go_on:
                 self._draft(plan)
                 if not plan.drafts:
@@ -252,7 +253,7 @@ class Scheduler:
                 most = min(most, self.draft_kv.max_len - row.first - 1)
             if most > 0 and sequence.num_tokens >= drafter.resume_at:
                 is_looked_up = isinstance(drafter, Drafter)
-                found[i] = self._look_up(sequence, drafter, most) if is_looked_up else self._guess(most)
+                found[i] = self._look_up(sequence, drafter, most) if is_looked_up else self._guess(sequence, most)
         if self.draft_kv is not None:
             found = {i: found[i] for i in self.draft_kv.catch_up(plan, found)}
         if any(found.values()):
@@ -262,8 +263,8 @@ class Scheduler:
         """Drafts that each row of a step that decodes may have."""
         return self.drafts // len(plan.rows) - 1
 
-    def _guess(self, most: int) -> list[int]:
-        """So many tokens that the draft model will say."""
+    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+        """So many tokens that the draft model will say of a sequence."""
         return [UNKNOWN] * most
 
     def _look_up(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
@@ -428,9 +429,9 @@ class Scheduler:
         self.tables.dispatched()
         weights, page_size, prompts_done = self.tables.weights, self.tables.page_size, []
         counts = [row.sequence.state is SequenceState.RUNNING for row in plan.rows]  # not aborted in flight
-        if result.drafted_BR is not None:
-            guesses = zip(plan.drafts.items(), result.drafted_BR.tolist(), strict=False)
-            plan.drafts = {i: guessed[: len(drafts)] for (i, drafts), guessed in guesses}
+        if (drafted_BR := result.drafted_BR) is not None:
+            guesses = zip(plan.drafts.items(), drafted_BR.tolist(), strict=False)
+            plan.drafts |= {i: guessed[: len(drafts)] for (i, drafts), guessed in guesses}
         samples = plan.judged_samples
         if not all(counts):
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
@@ -438,7 +439,7 @@ class Scheduler:
         events = accept_tokens(samples, result, weights.version, plan.drafts)
         accept_pooled(plan, result)
         if self.draft_kv is not None:
-            self.draft_kv.commit(plan)
+            self.draft_kv.commit(plan, has_failed=drafted_BR is not None and drafted_BR.size == 0)
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence, first = row.sequence, row.first

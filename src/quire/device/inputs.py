@@ -336,7 +336,8 @@ class StepOutput:
     pooled_BD: Any = None
     """The sum of the hidden states of each row that is pooled, in float32; None from a decode step."""
     drafted_BR: Any = None
-    """What a draft model guessed for each row with drafts, in order; None where it was not asked to."""
+    """What a draft model guessed for each row with drafts, in order; no column where it failed, and has no KV of any
+    page. None where it was not asked to."""
 
     def only(self, inputs: StepInputs) -> "StepOutput":
         """The tokens, and of the rest what the step was asked for; None in the place of what it was not."""

@@ -7,34 +7,31 @@ done to pages of the one is done to those of the other, and nobody else need kno
     guess       newest token -> a -> b -> c             only the draft model, in rounds
     check       newest token, a, b, c                   the target, in one step: it draws behind each
 
-The guesses go by way of the host: on it a step has to wait for them.
+The guesses go by way of the host: the target's step begins when they are waited for. The draft model is a help and no
+more: when a step of it fails, nothing is guessed, and it computes anew what it needs.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from quire.core.errors import AuditError
-from quire.device.inputs import StepInputs, StepOutput
+from quire.device.inputs import DraftInputs, StepInputs, StepOutput
 from quire.engine.runner import Handle, Runner
+
+_log = logging.getLogger("quire")
 
 
 class DraftedHandle:
-    """A step under way whose drafts are known."""
+    """A step under way: the draft model guesses, and the target waits for that."""
 
-    def __init__(self, handle: Handle, drafted_BR: np.ndarray) -> None:
-        self._handle = handle
-        self._drafted_BR = drafted_BR
-
-    def result(self) -> StepOutput:
-        """Wait, and fetch what the step produced, with what was guessed before it."""
-        output = self._handle.result()
-        if not isinstance(output, StepOutput):
-            raise AuditError(f"a step gave {type(output).__name__} instead of a StepOutput")
-        return replace(output, drafted_BR=self._drafted_BR)
+    def __init__(self, result: Callable[[], StepOutput]) -> None:
+        self.result = result
 
 
 class DraftingRunner:
@@ -43,11 +40,17 @@ class DraftingRunner:
     failure = None
     """There are no other processes that could be lost."""
 
-    def __init__(self, target: Runner, draft: Runner, load_draft: Callable[[], Any]) -> None:
-        """`load_draft` reads the draft model's weights again, when they have been given up."""
+    def __init__(self, target: Runner, draft: Runner, load_draft: Callable[[], Any], num_tokens: int) -> None:
+        """`load_draft` reads the draft model's weights again, when they have been given up.
+
+        `num_tokens` is how many both models have: what pads a vocabulary is neither given nor taken as a guess.
+        """
         self.target = target
         self.draft = draft
         self._load_draft = load_draft
+        self._last_token = num_tokens - 1
+        self._has_kv = True
+        """False once a step of the draft model failed, until whoever plans is told."""
         self.pages_per_move = target.pages_per_move
         self.seconds_per_move = target.seconds_per_move + draft.seconds_per_move
         """To move up to so many pages of both models to host memory or back."""
@@ -65,24 +68,53 @@ class DraftingRunner:
         return self.target.num_programs + self.draft.num_programs
 
     def run(self, inputs: StepInputs) -> Handle:
-        """Dispatch one step. Where it has drafts, this waits until they have been guessed."""
-        draft = inputs.draft
-        if draft is None:
+        """Dispatch one step, or where it has drafts, the guesses of them."""
+        if inputs.draft is None:
             return self.target.run(inputs)
-        if draft.guess is None:
+        if inputs.draft.guess is None:
             handle = self.target.run(inputs)  # first: its tokens are waited for
-            if draft.catch_up is not None:
-                self.draft.run(draft.catch_up)
+            self._guess(inputs.draft)
             return handle
-        if draft.catch_up is not None:
-            self.draft.run(draft.catch_up)
-        drafted_BR = self.draft.run(draft.guess).result().tokens_SR
-        return DraftedHandle(self.target.run(_with_drafts(inputs, drafted_BR)), drafted_BR)
+        return DraftedHandle(partial(self._finish, inputs, self._guess(inputs.draft)))
+
+    def _finish(self, inputs: StepInputs, guesses: Handle | None) -> StepOutput:
+        """Wait for the guesses, run the step with them, and fetch what it produced."""
+        drafted_BR = self._guessed(guesses)
+        output = self.target.run(_with_drafts(inputs, drafted_BR)).result()
+        if not isinstance(output, StepOutput):
+            raise AuditError(f"a step gave {type(output).__name__} instead of a StepOutput")
+        return replace(output, drafted_BR=drafted_BR)
+
+    def _guess(self, inputs: DraftInputs) -> Handle | None:
+        """Dispatch steps of the draft model, of which the last is waited for. None if that failed."""
+        handle = None
+        try:
+            for step in filter(None, (inputs.catch_up, inputs.guess) if self._has_kv else ()):
+                handle = self.draft.run(replace(step, tokens_T=np.minimum(step.tokens_T, self._last_token)))
+        except Exception:  # whatever it is: the target needs no draft model
+            handle = None
+            self._lose_kv()
+        return handle
+
+    def _guessed(self, handle: Handle | None) -> np.ndarray:
+        """What was guessed, no column of it if the draft model failed since the last time."""
+        try:
+            if handle is not None:
+                return np.minimum(handle.result().tokens_SR, self._last_token)
+        except Exception:  # whatever it is: the target needs no draft model
+            self._lose_kv()
+        self._has_kv = True  # as far as whoever plans believes: they are told now
+        return np.zeros((0, 0), np.int32)
+
+    def _lose_kv(self) -> None:
+        _log.warning("a step of the draft model failed; it computes anew what it needs", exc_info=True)
+        self.draft.recover()
+        self._has_kv = False
 
     def recover(self) -> bool:
-        """After a failed step: True if both caches survived it, else there are new ones and every page is lost."""
-        survived = [self.target.recover(), self.draft.recover()]
-        return all(survived)
+        """After a failed step: whether the target's cache survived it; else it is new, and every page is lost."""
+        self._has_kv = self.draft.recover() and self._has_kv
+        return self.target.recover()
 
     def set_weights(self, params: Any, *, copy: bool = True) -> None:
         """Compute with these from the next step on. The draft model keeps its own."""

@@ -125,7 +125,7 @@ class Engine:
     def _with_draft(self, target: Runner, draft: DraftModel, mesh: Mesh, progress: Any) -> Runner:
         guessing = build_draft_runner(self.config, self._pool, draft, self.max_model_len, mesh)
         guessing.warm_up(progress)
-        return DraftingRunner(target, guessing, draft.load)
+        return DraftingRunner(target, guessing, draft.load, min(self.model.vocab_size, draft.config.vocab_size))
 
     def __repr__(self) -> str:
         model, scheduler = self.model, self.scheduler

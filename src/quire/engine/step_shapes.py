@@ -27,8 +27,8 @@ def step_shapes(config: EngineConfig) -> list[StepShape]:
 
 def draft_shapes(config: EngineConfig) -> list[StepShape]:
     """The same for a draft model: it decodes as many rows as have drafts at once, and goes along with mixed steps."""
-    most_rows = max(config.drafts // (FIRST_DRAFTS + 1), MIN_ROWS)
-    rows = _ladder(MIN_ROWS, most_rows, factor=2, most=MAX_DECODE_SHAPES)
+    most_rows = min(config.drafts // (FIRST_DRAFTS + 1), config.max_num_seqs)
+    rows = _ladder(MIN_ROWS, max(most_rows, MIN_ROWS), factor=2, most=MAX_DECODE_SHAPES)
     mixed = [shape for shape in step_shapes(config) if not shape.decode]
     return [StepShape(n, n, n, decode=True) for n in rows] + mixed
 

@@ -76,12 +76,13 @@ class WatchedScheduler(Scheduler):
         )
 
     def _look_up(self, sequence: Sequence, drafter: Drafter, most: int) -> list[int]:
-        if self.drafts_of is None:
-            return super()._look_up(sequence, drafter, most)
-        return [PLAIN] * min(self.drafts_of.get((sequence.arrival, sequence.index), 0), most)
+        return super()._look_up(sequence, drafter, most) if self.drafts_of is None else self._recorded(sequence, most)
 
-    def _guess(self, most: int) -> list[int]:
-        return super()._guess(most) if self.drafts_of is None else [PLAIN] * most
+    def _guess(self, sequence: Sequence, most: int) -> list[int]:
+        return super()._guess(sequence, most) if self.drafts_of is None else self._recorded(sequence, most)
+
+    def _recorded(self, sequence: Sequence, most: int) -> list[int]:
+        return [PLAIN] * min((self.drafts_of or {}).get((sequence.arrival, sequence.index), 0), most)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._add_pages(sequence)
