@@ -6,7 +6,9 @@ its end and its text against `tests.reference`. Requests draw every field of `Sa
 """
 
 import random
+import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -23,7 +25,7 @@ from quire.engine.drafting_runner import DraftingRunner
 from quire.llm import new_text
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
-from quire.testing import InjectedError, fake_engine, hash_step, next_token
+from quire.testing import InjectedError, KVError, fake_engine, hash_step, next_token
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.fake_sampler import SamplingRunner, drawn_from, kept_mass, logprob, top
@@ -182,6 +184,8 @@ class History:
         } | knobs
         self.engine = toy_engine(seed=seed, tokenizer=tokenizer, **knobs)
         self.is_draft_good = not knobs.get("draft_weights")
+        if isinstance(self.engine.runner, DraftingRunner):
+            self.engine.runner._lose_kv = loud(self.engine.runner._lose_kv)
         self.tokenizer = tokenizer
         self.guesses, self.look_up = random.Random(seed), self.engine.scheduler._look_up
         self.engine.scheduler._look_up = self.guess
@@ -617,9 +621,11 @@ class History:
 
     def fail(self) -> None:
         self.meet("failing step", self.engine.scheduler.running)
-        self.runner.fail_next = self.random.choice(("before", "inside"))
+        both = self.engine.runner
+        runner = self.random.choice((both.target, both.draft)) if isinstance(both, DraftingRunner) else both
+        runner.fail_next = self.random.choice(("before", "inside"))
         self.step()
-        self.runner.fail_next = None
+        runner.fail_next = None
 
     def set_weights(self, running: str | None = None) -> None:
         running = running or self.random.choice(("keep", "keep", "recompute", "abort"))
@@ -742,6 +748,18 @@ DRAFT_MODELS = [
 ]
 """Of engines with a draft model: one that is right, one that is wrong, one that ends early; steps too short for it to
 catch up."""
+
+
+def loud(lose_kv: Callable[[], None]) -> Callable[[], None]:
+    """Of a draft model that goes on whatever happens: not when it has read what is not there."""
+
+    def lose() -> None:
+        error = sys.exception()
+        if isinstance(error, KVError):
+            raise error
+        lose_kv()
+
+    return lose
 
 
 def play_history(seed: int, num_operations: int, configs: list = CONFIGS) -> Counter:

@@ -94,14 +94,16 @@ def test_histories_with_a_draft_model():
         assert total[kind] > 0, kind
 
 
-@pytest.mark.parametrize("forgotten", ["move", "write", "end"])
+@pytest.mark.parametrize("forgotten", ["move", "write", "end", "forget"])
 def test_pages_that_the_draft_model_lacks_are_found(forgotten, monkeypatch):
-    """Where its KV has gone to, that somebody else has written a page, and that there is anything to catch up on."""
+    """Where its KV has gone to, that somebody else has written a page, that there is anything to catch up on, that a
+    step which failed has taken all of it."""
     write = DraftPages.write
     forget = {
         "move": lambda self, operations: None,
         "write": lambda self, *args, is_drafted: write(self, *args, is_drafted=True) if is_drafted else None,
         "end": lambda self, pages, most: most,
+        "forget": lambda self: None,
     }
     monkeypatch.setattr(DraftPages, forgotten, forget[forgotten])
     with pytest.raises((KVError, AuditError)):

@@ -83,6 +83,7 @@ class DraftingRunner:
         output = self.target.run(_with_drafts(inputs, drafted_BR)).result()
         if not isinstance(output, StepOutput):
             raise AuditError(f"a step gave {type(output).__name__} instead of a StepOutput")
+        self._has_kv = True  # as far as whoever plans knows: if not, this output says so
         return replace(output, drafted_BR=drafted_BR)
 
     def _guess(self, inputs: DraftInputs) -> Handle | None:
@@ -103,7 +104,6 @@ class DraftingRunner:
                 return np.minimum(handle.result().tokens_SR, self._last_token)
         except Exception:  # whatever it is: the target needs no draft model
             self._lose_kv()
-        self._has_kv = True  # as far as whoever plans believes: they are told now
         return np.zeros((0, 0), np.int32)
 
     def _lose_kv(self) -> None:
