@@ -129,7 +129,7 @@ from quire import LLM, SamplingParams
 def resident_bytes():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-with LLM(sys.argv[1], num_pages=2048, max_num_seqs=4, max_num_batched_tokens=64, quiet=True) as llm:
+with LLM(sys.argv[1], num_pages=4096, max_num_seqs=4, max_num_batched_tokens=64, quiet=True) as llm:
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), progress=False)
     runner = llm.engine.runner
     llm.engine.zero_cache()  # every page has its memory

@@ -353,6 +353,7 @@ class ModelRunner:
 
     def wake(self) -> None:
         """Have pages again; weights come by `set_weights`."""
+        jax.block_until_ready(self._params)  # until they are packed, what they are packed from is in memory
         self._caches = self._create_caches()
         self._host = self._create_host_pages()
 
