@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Server:
 
     def __init__(self, name: str, command: list[str], port: int) -> None:
         self.name, self.url = name, f"http://127.0.0.1:{port}/v1"
+        (ROOT / ".cache").mkdir(exist_ok=True)
         self._log = open(ROOT / ".cache" / f"goodput-{name}.log", "w")  # noqa: SIM115
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
 
@@ -68,7 +69,8 @@ class Server:
     def close(self) -> None:
         """End it."""
         for number in (signal.SIGCONT, signal.SIGTERM):
-            os.killpg(self._process.pid, number)
+            with suppress(ProcessLookupError):  # it ended by itself
+                os.killpg(self._process.pid, number)
         self._process.wait()
         self._log.close()
 
@@ -88,9 +90,9 @@ def main() -> None:
         )
     args = parser.parse_args()
     seconds = (args.first_token, args.inter_token)
-    of_trace = list(zip(*(given * (len(args.traces) // len(given)) for given in seconds), strict=True))
-    if len(of_trace) != len(args.traces):
+    if any(len(given) not in (1, len(args.traces)) for given in seconds):
         parser.error("--first-token and --inter-token take one limit, or one for each trace")
+    of_trace = list(zip(*(given * (len(args.traces) // len(given)) for given in seconds), strict=True))
     ports = free_ports(2)
     limits = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_LEN)]
     quire = [sys.executable, "-m", "quire", "serve", args.model, "--port", str(ports[0]), *limits]
@@ -170,9 +172,8 @@ def report(
             best[name] = max(medians)
             points = zip(args.rates, medians, strict=True)
             print(f"{trace.stem} {name}:", *(f"{rate:g}: {median:.2f}" for rate, median in points))
-        print(
-            f"{trace.stem}: at the knee {best['quire']:.2f} and {best['vllm']:.2f}: {best['quire'] / best['vllm']:.2f}x"
-        )
+        ratio = f": {best['quire'] / best['vllm']:.2f}x" if best["vllm"] else ""
+        print(f"{trace.stem}: at the knee {best['quire']:.2f} and {best['vllm']:.2f}{ratio}")
         axes.set(
             title=f"{trace.stem}: {first:g} s, {between:g} s",
             xlabel="requests sent a second",
