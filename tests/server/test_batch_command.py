@@ -96,6 +96,9 @@ def test_a_run_that_answers_nothing_but_errors_says_so_by_its_status(tiny_folder
     for _ in range(2):  # again: there is nothing left to do
         assert "all 3 lines are answered, 3 of them with an error" in finish(batch(tiny_folder, given, output), 1)
     assert [answer["response"]["status_code"] for answer in read_answers(output)] == [400] * 3
+    output = tmp_path / "output.parquet"
+    for _ in range(2):
+        assert "all 3 lines are answered, 3 of them with an error" in finish(batch(tiny_folder, given, output), 1)
 
 
 def test_wrong_files_and_flags_are_told_before_a_model_is_loaded(tiny_folder, tmp_path):

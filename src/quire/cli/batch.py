@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     defaults.pop("seed", None)  # it is in the name of the batch: every line draws by a seed of its own
     given = _open_input(args.input)
     if is_parquet:
-        from quire.cli.parquet import answered_batch, batch_digest, check_columns
+        from quire.cli.parquet import answered_batch, batch_digest, check_columns, num_errors
 
         check_columns(given)
         if args.output.exists():
@@ -68,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
                     "or remove it"
                 )
             if not answers.exists():
-                _say(f"all {given.num_lines:,} lines are answered: {args.output}")
-                return 0
+                return _say_end(given.num_lines, num_errors(args.output), args.output)
     # Not of what is left: a run that goes on computes in the same shapes.
     knobs["max_num_seqs"] = knobs["max_num_seqs"] or min(max(given.num_lines, 1), EngineConfig.max_num_seqs)
     with contextlib.closing(AnswerFile(answers)) as output:
@@ -86,9 +85,13 @@ def run(args: argparse.Namespace) -> int:
 
             write_parquet(given, answers, args.output, batch_digest(given.lines(batch)))
             answers.unlink()
-    failed = f", {output.num_failed:,} of them with an error" if output.num_failed else ""
-    _say(f"all {given.num_lines:,} lines are answered{failed}: {args.output}")
-    return ALL_FAILED if output.num_failed == given.num_lines > 0 else 0
+    return _say_end(given.num_lines, output.num_failed, args.output)
+
+
+def _say_end(num_lines: int, num_failed: int, output: Path) -> int:
+    failed = f", {num_failed:,} of them with an error" if num_failed else ""
+    _say(f"all {num_lines:,} lines are answered{failed}: {output}")
+    return ALL_FAILED if num_failed == num_lines > 0 else 0
 
 
 def _open_input(path: Path) -> Input:

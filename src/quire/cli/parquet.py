@@ -104,6 +104,12 @@ def answered_batch(path: Path) -> bytes | None:
         return None
 
 
+def num_errors(path: Path) -> int:
+    """How many answers in a file are errors."""
+    errors = pq.read_table(path, columns=["error"]).column("error")
+    return len(errors) - errors.null_count
+
+
 def check_columns(given: Any) -> None:
     """ValueError if the input has a column that answers need."""
     names = given.file.schema_arrow.names if isinstance(given, ParquetInput) else []
