@@ -453,6 +453,27 @@ def test_a_second_failure_on_the_device_ends_those_it_hit_and_nobody_else():
         assert other.engine.stats().held_pages == 0
 
 
+def test_no_memory_for_another_cache_ends_who_ran_and_nobody_who_comes_later(alone, monkeypatch):
+    with tiny_llm() as other:
+        runner = other.engine.runner
+        create, failing = runner._create_caches, [MemoryError("no room")]
+
+        def create_later():
+            if failing:
+                raise failing.pop()
+            return create()
+
+        monkeypatch.setattr(runner, "_create_caches", create_later)
+        Breaks(runner, [None, None, "after"], RuntimeError("the device failed"))
+        sequences, raised = drive(other.engine, *BOTH)
+        assert [type(error) for error in raised] == [MemoryError, RuntimeError]
+        assert "abort" in {str(sequence.finish_reason) for sequence in sequences}
+        assert other.engine.stats().held_pages == 0
+        sequences, raised = drive(other.engine, *BOTH)
+        assert not raised
+        assert [sequence.output_token_ids for sequence in sequences] == alone
+
+
 def test_a_step_that_never_reached_the_device_ends_its_own_requests_only(alone):
     with tiny_llm(max_num_seqs=4) as other:
         engine = other.engine

@@ -209,12 +209,15 @@ class Engine:
         try:
             yield
         except BaseException as error:
-            cache_survived, failed = self.runner.recover(), isinstance(error, Exception)
-            if failed and cache_survived:
-                self.scheduler.fail(plan)
-            else:
-                self.scheduler.recompute(failed=failed)
-            self._forget_finished(list(self._requests))
+            cache_survived, failed = False, isinstance(error, Exception)
+            try:
+                cache_survived = self.runner.recover()
+            finally:  # though there be no memory for another cache
+                if failed and cache_survived:
+                    self.scheduler.fail(plan)
+                else:
+                    self.scheduler.recompute(failed=failed)
+                self._forget_finished(list(self._requests))
             raise
 
     @property
