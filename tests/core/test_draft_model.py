@@ -171,6 +171,18 @@ def test_what_is_never_drafted_is_not_computed(params):
     assert draft_rows(s.schedule()) == []
 
 
+@pytest.mark.parametrize(("max_tokens", "is_worth"), [(2, False), (3, True)])
+def test_a_long_prompt_is_not_computed_for_a_few_drafts(max_tokens, is_worth):
+    """Neither with the prompt nor before drafts. The prompt has 65 times as many tokens as may be drafted, or 33."""
+    s = drafting(num_pages=64, page_size=4, budget=128, draft_len=256)
+    s.add(Arrivals()(65, max_tokens))
+    plan = s.schedule()
+    assert bool(draft_rows(plan)) == is_worth
+    s.commit(plan, result(plan, 4))
+    plan = s.schedule()
+    assert (draft_rows(plan), bool(plan.drafts)) == ([], is_worth)
+
+
 def test_nothing_is_drafted_beyond_the_positions_it_knows():
     s = drafting(draft_len=8)
     s.add(Arrivals()(5, 40))

@@ -19,6 +19,9 @@ from quire.core.draft_pages import DraftPages
 from quire.core.plan import PageOperations, Row, StepPlan
 from quire.core.sequence import Sequence, SequenceState
 
+WORTH_COMPUTING = 64
+"""Tokens that the draft model computes, at the most, for each that may yet be drafted."""
+
 
 class DraftKV:
     """The KV of a draft model, in pages that have the ids of the target's."""
@@ -47,7 +50,9 @@ class DraftKV:
 
     def catch_up(self, plan: StepPlan, rows: Iterable[int]) -> list[int]:
         """Compute what it lacks before the newest tokens of rows that decode; returns those that then lack nothing."""
-        return self._plan(plan, {i: plan.rows[i].first for i in rows})
+        ends = {i: plan.rows[i].first for i in rows}
+        lacking = {i: end - self._pages.end(plan.rows[i].sequence.pages, end) for i, end in ends.items()}
+        return self._plan(plan, {i: end for i, end in ends.items() if _is_worth(plan.rows[i].sequence, lacking[i])})
 
     def _plan(self, plan: StepPlan, ends: Mapping[int, int]) -> list[int]:
         """Compute rows up to these positions, as far as a step reaches; returns those that are complete with it.
@@ -93,5 +98,11 @@ class DraftKV:
 
 
 def _may_be_drafted(sequence: Sequence) -> bool:
-    """Whether there will ever be drafts for a sequence."""
-    return sequence.max_tokens > 1 and sequence.grammar is None and sequence.params.max_rounds != 1
+    """Whether there will ever be drafts for a sequence, and enough for what its prompt takes."""
+    may_be = sequence.grammar is None and sequence.params.max_rounds != 1
+    return may_be and _is_worth(sequence, sequence.num_tokens)
+
+
+def _is_worth(sequence: Sequence, num_lacking: int) -> bool:
+    """Whether as many drafts may follow as computing so many tokens is worth."""
+    return num_lacking <= WORTH_COMPUTING * (sequence.max_tokens - sequence.num_output - 1)
