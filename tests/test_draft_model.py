@@ -15,6 +15,7 @@ from quire.bench.measure import bare_side
 from quire.bench.steps import calibrate
 from quire.config import EngineConfig, ModelConfig
 from quire.core.request import Request
+from quire.device.runner import CompileError
 from quire.engine.draft_model import DraftModel, check_draft
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
@@ -307,6 +308,44 @@ def test_a_draft_model_that_always_fails_is_asked_less_and_less(plain, same, mon
         assert 0 < llm.engine.stats().drafted_tokens < 20
 
 
+def test_a_draft_model_that_finds_no_memory_again_disturbs_nobody(plain, same, monkeypatch):
+    """A step of it took its cache, and there is none to be had for a while."""
+    expected = answers(plain, ASKED["forked"])
+    with ahead(same) as llm:
+        draft = llm.engine.runner.draft
+        create, calls = draft._create_caches, iter(range(1000))
+
+        def create_later():
+            if next(calls) < 2:
+                raise RuntimeError("out of memory")
+            return create()
+
+        monkeypatch.setattr(draft, "_create_caches", create_later)
+        failing_once(draft, monkeypatch, 6, late=True)
+        tokens, failures = steps_of(llm, ASKED["forked"])
+        assert failures == 0
+        assert tokens == {key: tokens for key, (tokens, _) in expected.items()}
+        for _ in range(3):  # until it is asked again
+            before = llm.engine.stats()
+            generate(llm, [[31, 32, 33, 34]], 30)
+        assert all_accepted(llm, before)
+
+
+def test_a_compile_of_the_draft_model_is_as_fatal_as_one_of_the_model(same, monkeypatch):
+    with ahead(same) as llm:
+        draft = llm.engine.runner.draft
+        write = draft._write_page_table
+
+        def compile_and_write(*args):
+            jax.jit(lambda: jax.numpy.zeros(3))()
+            write(*args)
+
+        monkeypatch.setattr(draft, "_write_page_table", compile_and_write)
+        llm.engine.add(Request(id="0", prompt_token_ids=(5, 6, 7), params=SamplingParams(max_tokens=8)))
+        with pytest.raises(CompileError, match="compiled after warm-up"):
+            llm.engine.step()
+
+
 def test_a_recording_in_which_the_draft_model_failed_replays(same, tmp_path, monkeypatch):
     path = tmp_path / "recording"
     with ahead(same, record=str(path)) as llm:
@@ -397,7 +436,11 @@ def test_the_pool_has_room_for_the_kv_of_both(same):
             "num_processes=2: leave draft out",
         ),
         ({"draft": "m", "drafts": 3}, "drafts", "drafts=3 must be"),
-        ({"draft": "m", "max_num_batched_tokens": 4, "max_num_seqs": 4}, "drafts", "drafts=8 is more than"),
+        (
+            {"draft": "m", "max_num_batched_tokens": 4, "max_num_seqs": 4},
+            "drafts",
+            "drafts=8 .with draft='m'. is more than",
+        ),
     ],
     ids=str,
 )
@@ -405,6 +448,13 @@ def test_what_cannot_be_is_refused_by_name(knobs, field, message):
     with pytest.raises(FieldError, match=message) as caught:
         EngineConfig(**knobs)
     assert caught.value.field == field
+
+
+def test_a_backend_that_cannot_compute_the_draft_model_says_that_it_is_this_one(tmp_path):
+    draft = write_model(tmp_path / "odd", tiny_config(head_dim=6))
+    with pytest.raises(FieldError, match=r"draft='.*odd': attention='native'.* not 6") as caught:
+        tiny_llm(attention="native", dtype="bfloat16", draft=draft)
+    assert caught.value.field == "draft"
 
 
 def test_a_draft_model_has_drafts_if_nobody_says_how_many():

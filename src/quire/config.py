@@ -174,9 +174,10 @@ class EngineConfig:
                 "every running sequence needs one token a step; raise the first or lower the second"
             )
         if self.drafts > self.max_num_batched_tokens:
+            of_draft = f" (with draft={self.draft!r})" if self.draft else ""
             raise FieldError(
-                f"drafts={self.drafts} is more than max_num_batched_tokens={self.max_num_batched_tokens}, the tokens "
-                "of a step: lower the first or raise the second",
+                f"drafts={self.drafts}{of_draft} is more than max_num_batched_tokens={self.max_num_batched_tokens}, "
+                "the tokens of a step: lower the first or raise the second",
                 field="drafts",
             )
 
@@ -189,7 +190,8 @@ class EngineConfig:
                 raise FieldError(message, field="draft_quantize")
             return
         if not isinstance(self.draft, str) or not self.draft:
-            raise FieldError(f"draft={self.draft!r} must be a MODEL: a folder, a file or a name", field="draft")
+            message = f"draft={self.draft!r} must be a MODEL, as a string: a folder, a file or a name"
+            raise FieldError(message, field="draft")
         if self.num_processes > 1:
             raise FieldError(
                 f"draft={self.draft!r} guesses in one process, and there are num_processes={self.num_processes}: leave "

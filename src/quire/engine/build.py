@@ -106,7 +106,8 @@ def size_pool(
     ]
     if draft is not None:
         sizes_of_draft = {"dtype": config.dtype, "page_size": config.page_size, "attention": config.attention}
-        bytes_of[0] += memory.page_bytes(draft, mesh=mesh, **sizes_of_draft)
+        with naming_draft(str(config.draft)):
+            bytes_of[0] += memory.page_bytes(draft, mesh=mesh, **sizes_of_draft)
     if config.num_pages:
         pages = pages_beside(config, config.num_pages, windows)
     else:

@@ -22,6 +22,7 @@ import numpy as np
 
 from quire.core.errors import AuditError
 from quire.device.inputs import DraftInputs, StepInputs, StepOutput
+from quire.device.runner import CompileError
 from quire.engine.runner import Handle, Runner
 
 _log = logging.getLogger("quire")
@@ -51,6 +52,10 @@ class DraftingRunner:
         self._last_token = num_tokens - 1
         self._has_kv = True
         """False once a step of the draft model failed, until whoever plans is told."""
+        self._has_failed = False
+        """Whether a step failed since the draft model last ran, and may have taken its cache."""
+        self._is_told = False
+        """Whether the log has said why the draft model failed."""
         self.pages_per_move = target.pages_per_move
         self.seconds_per_move = target.seconds_per_move + draft.seconds_per_move
         """To move up to so many pages of both models to host memory or back."""
@@ -90,11 +95,16 @@ class DraftingRunner:
         """Dispatch steps of the draft model, of which the last is waited for. None if that failed."""
         handle = None
         try:
+            if self._has_failed:
+                self._has_kv &= self.draft.recover()
+                self._has_failed = False
             for step in filter(None, (inputs.catch_up, inputs.guess) if self._has_kv else ()):
                 handle = self.draft.run(replace(step, tokens_T=np.minimum(step.tokens_T, self._last_token)))
-        except Exception:  # whatever it is: the target needs no draft model
+        except CompileError:
+            raise
+        except Exception as error:  # whatever it is: the target needs no draft model
             handle = None
-            self._lose_kv()
+            self._lose_kv(error)
         return handle
 
     def _guessed(self, handle: Handle | None) -> np.ndarray:
@@ -102,18 +112,24 @@ class DraftingRunner:
         try:
             if handle is not None:
                 return np.minimum(handle.result().tokens_SR, self._last_token)
-        except Exception:  # whatever it is: the target needs no draft model
-            self._lose_kv()
+        except Exception as error:  # whatever it is: the target needs no draft model
+            self._lose_kv(error)
         return np.zeros((0, 0), np.int32)
 
-    def _lose_kv(self) -> None:
-        _log.warning("a step of the draft model failed; it computes anew what it needs", exc_info=True)
-        self.draft.recover()
-        self._has_kv = False
+    def _lose_kv(self, error: Exception) -> None:
+        what = "a step of the draft model failed; it computes anew what it needs"
+        if self._is_told:
+            _log.warning("%s (%s)", what, type(error).__name__)
+        else:
+            _log.warning(what, exc_info=error)
+        self._is_told, self._has_kv, self._has_failed = True, False, True
 
     def recover(self) -> bool:
-        """After a failed step: whether the target's cache survived it; else it is new, and every page is lost."""
-        self._has_kv = self.draft.recover() and self._has_kv
+        """After a failed step: whether the target's cache survived it; else it is new, and every page is lost.
+
+        The draft model recovers when it is next asked: where that fails, nothing is guessed.
+        """
+        self._has_failed = True
         return self.target.recover()
 
     def set_weights(self, params: Any, *, copy: bool = True) -> None:
