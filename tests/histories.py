@@ -6,7 +6,6 @@ its end and its text against `tests.reference`. Requests draw every field of `Sa
 """
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -750,14 +749,13 @@ DRAFT_MODELS = [
 catch up."""
 
 
-def loud(lose_kv: Callable[[], None]) -> Callable[[], None]:
+def loud(lose_kv: Callable[[Exception], None]) -> Callable[[Exception], None]:
     """Of a draft model that goes on whatever happens: not when it has read what is not there."""
 
-    def lose() -> None:
-        error = sys.exception()
+    def lose(error: Exception) -> None:
         if isinstance(error, KVError):
             raise error
-        lose_kv()
+        lose_kv(error)
 
     return lose
 
