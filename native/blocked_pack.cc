@@ -16,47 +16,59 @@ namespace {
 // Bytes of a block of 32, of a K format of 256, as llama.cpp stores it.
 constexpr int64_t kStoredBytes[kNumFormats] = {2 + 16, 2 + 2 + 16, 2 + 32, 2 + 2 + 12 + 128, 128 + 64 + 16 + 2};
 
+// Four codes, a byte each.
+uint32_t four(const uint8_t* codes) {
+  uint32_t word;
+  std::memcpy(&word, codes, sizeof(word));
+  return word;
+}
+constexpr uint32_t kEach = 0x01010101;  // times a byte: it in all four
+
 // One column of a panel.
+template <Format kFormat>
 struct Column {
-  Format format;
   PanelLayout at;
   uint8_t* panel;
   int64_t index;
 
-  void put_code(int64_t block, int64_t k, uint8_t code) const {
-    const int64_t line = k / 4, byte = index * 4 + k % 4;
-    if (format == Format::kQ8_0) {
-      panel[(block * 8 + line) * kLine + byte] = code;
-      return;
-    }
-    panel[(block * 4 + line % 4) * kLine + byte] |= static_cast<uint8_t>((code & 15) << (line < 4 ? 0 : 4));
-    if (format == Format::kQ6_K) {
-      panel[at.high + (block * 2 + line / 4) * kLine + byte] |= static_cast<uint8_t>(code >> 4 << (line % 4 * 2));
-    }
+  // Of eight lines of a block the i-th, which has its values 4 i to 4 i + 3.
+  void put_codes(int64_t block, int64_t line, uint32_t codes) const {
+    if constexpr (kFormat == Format::kQ8_0) return add(block * 8 + line, codes);
+    add(block * 4 + line % 4, (codes & 15 * kEach) << (line < 4 ? 0 : 4));
+    if constexpr (kFormat == Format::kQ6_K) add(at.high / kLine + block * 2 + line / 4, (codes >> 4 & 3 * kEach) << (line % 4 * 2));
   }
   void put_half(int64_t part, int64_t i, const uint8_t* half) const { std::memcpy(panel + part + i * kHalves + index * 2, half, 2); }
   void put_byte(int64_t part, int64_t i, uint8_t byte) const { panel[part + i * kPanel + index] = byte; }
+
+ private:
+  // To bits that are zero.
+  void add(int64_t line, uint32_t bits) const {
+    uint8_t* to = panel + line * kLine + index * 4;
+    bits |= four(to);
+    std::memcpy(to, &bits, sizeof(bits));
+  }
 };
 
-void put_simple(const Column& to, int64_t block, const uint8_t* from) {
+template <Format kFormat>
+QUIRE_INLINE void put_block(Column<kFormat> to, int64_t block, const uint8_t* from) {
   to.put_half(to.at.scales, block, from);
   from += 2;
-  if (to.format == Format::kQ8_0) {
-    for (int64_t k = 0; k < kBlock; ++k) to.put_code(block, k, from[k] ^ 128);
+  if constexpr (kFormat == Format::kQ8_0) {
+    for (int64_t line = 0; line < 8; ++line) to.put_codes(block, line, four(from + 4 * line) ^ 128 * kEach);
     return;
   }
-  if (to.format == Format::kQ4_1) {
+  if constexpr (kFormat == Format::kQ4_1) {
     to.put_half(to.at.minima, block, from);
     from += 2;
   }
-  for (int64_t k = 0; k < kBlock / 2; ++k) {
-    to.put_code(block, k, from[k] & 15);
-    to.put_code(block, k + kBlock / 2, from[k] >> 4);
+  for (int64_t line = 0; line < 4; ++line) {
+    to.put_codes(block, line, four(from + 4 * line));
+    to.put_codes(block, line + 4, four(from + 4 * line) >> 4);
   }
 }
 
 // Eight scales and eight minima of 6 bits are in 12 bytes; the high bits of the last four are over those of the first.
-void put_q4_k(const Column& to, int64_t super, const uint8_t* from) {
+QUIRE_INLINE void put_block(Column<Format::kQ4_K> to, int64_t super, const uint8_t* from) {
   to.put_half(to.at.supers, 2 * super, from);
   to.put_half(to.at.supers, 2 * super + 1, from + 2);
   const uint8_t *packed = from + 4, *codes = from + 16;
@@ -66,21 +78,38 @@ void put_q4_k(const Column& to, int64_t super, const uint8_t* from) {
     const uint8_t minimum = i < 4 ? packed[i + 4] & 63 : packed[i + 4] >> 4 | packed[i] >> 6 << 4;
     to.put_byte(to.at.scales, block, scale);
     to.put_byte(to.at.minima, block, minimum);
-    for (int64_t k = 0; k < kBlock; ++k) to.put_code(block, k, codes[i / 2 * kBlock + k] >> (i % 2 * 4) & 15);
+    for (int64_t line = 0; line < 8; ++line) to.put_codes(block, line, four(codes + i / 2 * kBlock + 4 * line) >> (i % 2 * 4));
   }
 }
 
-void put_q6_k(const Column& to, int64_t super, const uint8_t* from) {
+QUIRE_INLINE void put_block(Column<Format::kQ6_K> to, int64_t super, const uint8_t* from) {
   const uint8_t *low = from, *high = from + 128, *scales = from + 192;
   to.put_half(to.at.supers, super, from + 208);
   for (int64_t i = 0; i < 8; ++i) {
     const int64_t block = super * 8 + i, half = i / 4, quarter = i % 4;
     to.put_byte(to.at.scales, 2 * block, scales[2 * i]);
     to.put_byte(to.at.scales, 2 * block + 1, scales[2 * i + 1]);
-    for (int64_t k = 0; k < kBlock; ++k) {
-      const uint8_t four = low[half * 64 + quarter % 2 * 32 + k] >> (quarter / 2 * 4) & 15;
-      const uint8_t two = high[half * 32 + k] >> (quarter * 2) & 3;
-      to.put_code(block, k, static_cast<uint8_t>(four | two << 4));
+    for (int64_t line = 0; line < 8; ++line) {
+      const uint32_t low_bits = four(low + half * 64 + quarter % 2 * 32 + 4 * line) >> (quarter / 2 * 4) & 15 * kEach;
+      const uint32_t high_bits = four(high + half * 32 + 4 * line) >> (quarter * 2) & 3 * kEach;
+      to.put_codes(block, line, low_bits | high_bits << 4);
+    }
+  }
+}
+
+template <Format kFormat>
+void pack_columns(const StoredTensor& tensor, uint8_t* panels) {
+  const PanelLayout at = panel_layout(kFormat, tensor.inner);
+  const int64_t row_bytes = stored_row_bytes(kFormat, tensor.inner), block_bytes = kStoredBytes[static_cast<int>(kFormat)];
+  for (int64_t index = 0; index < num_panels(tensor.columns); ++index) {
+    uint8_t* panel = panels + index * at.end;
+    std::memset(panel, 0, at.end);
+    const int64_t first = index * kPanel, count = std::min(kPanel, tensor.columns - first);
+    for (int64_t block = 0; block < row_bytes / block_bytes; ++block) {
+      for (int64_t i = 0; i < count; ++i) {
+        const uint8_t* row = tensor.data + tensor.rows[first + i] * row_bytes;
+        put_block(Column<kFormat>{at, panel, i}, block, row + block * block_bytes);
+      }
     }
   }
 }
@@ -299,20 +328,10 @@ int64_t stored_row_bytes(Format format, int64_t inner) {
 }
 
 void pack_stored(const StoredTensor& tensor, uint8_t* panels) {
-  const PanelLayout at = panel_layout(tensor.format, tensor.inner);
-  const auto put = tensor.format == Format::kQ4_K ? put_q4_k : tensor.format == Format::kQ6_K ? put_q6_k : put_simple;
-  const int64_t row_bytes = stored_row_bytes(tensor.format, tensor.inner);
-  const int64_t block_bytes = kStoredBytes[static_cast<int>(tensor.format)];
-  for (int64_t index = 0; index < num_panels(tensor.columns); ++index) {
-    uint8_t* panel = panels + index * at.end;
-    std::memset(panel, 0, at.end);
-    const int64_t first = index * kPanel, count = std::min(kPanel, tensor.columns - first);
-    for (int64_t i = 0; i < count; ++i) {
-      const uint8_t* row = tensor.data + tensor.rows[first + i] * row_bytes;
-      const Column column{tensor.format, at, panel, i};
-      for (int64_t block = 0; block < row_bytes / block_bytes; ++block) put(column, block, row + block * block_bytes);
-    }
-  }
+  constexpr void (*kPack[kNumFormats])(const StoredTensor&, uint8_t*) = {
+      pack_columns<Format::kQ4_0>, pack_columns<Format::kQ4_1>, pack_columns<Format::kQ8_0>, pack_columns<Format::kQ4_K>,
+      pack_columns<Format::kQ6_K>};
+  kPack[static_cast<int>(tensor.format)](tensor, panels);
 }
 
 void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, const int32_t* columns, int64_t count, void* out,

@@ -36,11 +36,21 @@ def expanded(tensor: StoredTensor) -> np.ndarray:
     return gguf.dequantize(tensor.data, gguf.GGMLQuantizationType[tensor.format.name])[tensor.rows]
 
 
-def blocked(*tensors: StoredTensor) -> Blocked:
+def blocked_on_host(*tensors: StoredTensor) -> Blocked:
     num_outputs = sum(len(tensor.rows) for tensor in tensors)
     weight = join_stored(tensors, np.arange(num_outputs), (num_outputs,))
     assert weight is not None
-    return jax.tree.map(jnp.asarray, weight)
+    return weight
+
+
+def blocked(*tensors: StoredTensor) -> Blocked:
+    return jax.tree.map(jnp.asarray, blocked_on_host(*tensors))
+
+
+def test_jax_takes_panels_without_a_copy():
+    for outputs in (16, 17, 480):
+        weight = blocked_on_host(stored(Format.Q4_0, outputs, 96))
+        assert jax.device_put(weight.panels).unsafe_buffer_pointer() == weight.panels.ctypes.data
 
 
 def rounded_rows(x: np.ndarray) -> np.ndarray:

@@ -1,9 +1,11 @@
 """From a checkpoint's tensors to the arrays a model runs on, as its architecture declares them.
 
-Tensors are joined, cast and put on the mesh one array at a time: beside the model itself, host memory holds one array.
+Tensors are read, joined and cast by a few threads, a layer at a time, and put on the mesh one after another: beside the
+model itself, host memory holds the arrays of one layer.
 """
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -26,6 +28,8 @@ from quire.device.models.weight_specs import TensorSpec, WeightSpec, WeightSpecs
 
 ReadTensor = Callable[[TensorSpec], np.ndarray]
 """Reads one tensor from wherever it is: a memory map, a dict."""
+NUM_READERS = 2
+"""Threads that read, widen and order the arrays of a layer, while one places them on devices."""
 ReadStored = Callable[[TensorSpec], StoredTensor | None]
 """One tensor in the blocks in which a file has it; None if it is not in blocks that can be multiplied."""
 
@@ -49,21 +53,31 @@ def load_params(
     With `read_stored`, the embedding and what is multiplied are `Blocked` where the file has them in blocks.
     """
 
-    def load(name: str, padding: Padding) -> Any:
+    def read_one(name: str, padding: Padding) -> np.ndarray | Blocked:
         spec = padding.public
         is_matrix = spec.contracted_axis is not None or name == "embed"
         if read_stored and is_matrix and (blocked := join_blocks(spec, read_stored)):
-            return jax.tree.map(partial(place, mesh), blocked)
-        return place(mesh, join_tensors(spec, read, dtype), *padding.axes)
+            return blocked
+        return join_tensors(spec, read, dtype)
+
+    def load(paddings: dict[str, Padding]) -> Params:
+        arrays = pool.map(read_one, paddings, paddings.values())  # ahead of what is placed
+        return {
+            name: jax.tree.map(partial(place, mesh), array)
+            if isinstance(array, Blocked)
+            else place(mesh, array, *padding.axes)
+            for (name, padding), array in zip(paddings.items(), arrays, strict=True)
+        }
 
     paddings = _paddings(config, mesh)
     layers = paddings.pop("layers")
-    params: Params = {name: load(name, padding) for name, padding in paddings.items()}
-    params["layers"] = []
-    for i, layer in enumerate(layers):
-        params["layers"].append({name: load(name, padding) for name, padding in layer.items()})
-        if progress:
-            progress(i + 1, config.num_layers)
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        params = load(paddings)
+        params["layers"] = []
+        for i, layer in enumerate(layers):
+            params["layers"].append(load(layer))
+            if progress:
+                progress(i + 1, config.num_layers)
     return params
 
 
