@@ -463,6 +463,10 @@ def test_a_draft_model_has_drafts_if_nobody_says_how_many():
         16,
         0,
     )
+    with pytest.raises(
+        FieldError, match="drafts=0 must be a whole number from 4 to 1,024; without drafts, leave draft out"
+    ):
+        EngineConfig(draft="m", drafts=0)
 
 
 def test_a_model_that_cannot_guess_for_this_one_is_refused(tmp_path):

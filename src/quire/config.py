@@ -74,9 +74,9 @@ class EngineConfig:
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
     drafts: int = knob(
-        0,
-        "tokens of a step that guesses ahead where a text repeats itself, at most: 8 is good on a CPU; 0 for never "
-        "(with draft: 8)",
+        None,
+        "tokens of a step that guesses ahead where a text repeats itself, at most: 4 to 1024, 8 is good on a CPU, and "
+        "enough for two sequences at once; 0 for never, the default without draft",
         expert=True,
     )
     draft: str | None = knob(
@@ -136,8 +136,11 @@ class EngineConfig:
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
         self._check_draft()
-        if self.drafts != 0:
-            check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS)
+        if self.drafts is None:
+            object.__setattr__(self, "drafts", DRAFTS_OF_A_MODEL if self.draft else 0)
+        if self.drafts != 0 or self.draft:
+            otherwise = "; without drafts, leave draft out" if self.draft else ", or 0 for never"
+            check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS, otherwise=otherwise)
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
@@ -198,8 +201,6 @@ class EngineConfig:
                 "draft out; drafts=8 alone looks them up in the text",
                 field="draft",
             )
-        if self.drafts == 0:
-            object.__setattr__(self, "drafts", DRAFTS_OF_A_MODEL)
 
     @property
     def quantize_of_draft(self) -> str | None:
@@ -566,10 +567,13 @@ class WindowPoolSize:
     """Pages that one sequence holds at most."""
 
 
-def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None = None) -> None:
-    """Raise FieldError unless the value is a whole number from `low` to `high`; `field` if it is not called `name`."""
+def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None = None, otherwise: str = "") -> None:
+    """Raise FieldError unless the value is a whole number from `low` to `high`; `field` if it is not called `name`.
+
+    `otherwise` is what the message says one could have instead.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        message = f"{name}={value!r} must be a whole number from {low:,} to {high:,}"
+        message = f"{name}={value!r} must be a whole number from {low:,} to {high:,}{otherwise}"
         raise FieldError(message, field=field or name)
 
 
@@ -585,4 +589,6 @@ def _true_or_false(name: str, value: Any) -> None:
 
 def _one_of(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     if value not in allowed:
-        raise FieldError(f"{name}={value!r} must be one of {', '.join(map(str, allowed))}", field=name)
+        names = ", ".join(name for name in allowed if name is not None)
+        left_out = ", or left out" if None in allowed else ""
+        raise FieldError(f"{name}={value!r} must be one of {names}{left_out}", field=name)
