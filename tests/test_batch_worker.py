@@ -98,11 +98,14 @@ def test_lines_run_at_the_lowest_priority_and_as_many_as_there_are_rows(tmp_path
             gate.let(14)
             both = [await add_batch(batches, 40, caller, max_tokens=8) for caller in (CALLER, Caller("another"))]
             await asyncio.to_thread(gate.wait_until_held)
-            await asyncio.sleep(0.05)
+            salts = {CALLER.salt(""), Caller("another").salt("")}
+            async with asyncio.timeout(LONG_S):
+                while {stream.request.cache_salt for stream in batches._service.engine.streams} != salts:
+                    gate.let(1)  # whoever came first may have every row
+                    await asyncio.sleep(0.01)
             streams = batches._service.engine.streams
             assert {stream.request.priority for stream in streams} == {-MAX_PRIORITY}
             assert 0 < len(streams) <= batches._service.engine.llm.engine.config.max_num_seqs
-            assert {stream.request.cache_salt for stream in streams} == {CALLER.salt(""), Caller("another").salt("")}
             gate.open()
             for batch in both:
                 assert (await ended(batch)).completed == 40

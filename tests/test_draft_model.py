@@ -435,7 +435,7 @@ def test_the_pool_has_room_for_the_kv_of_both(same):
             "draft",
             "num_processes=2: leave draft out",
         ),
-        ({"draft": "m", "drafts": 3}, "drafts", "drafts=3 must be"),
+        ({"draft": "m", "drafts": 3}, "drafts", "drafts=3 must be a whole number from 4 to 1,024, or 0 for 8"),
         (
             {"draft": "m", "max_num_batched_tokens": 4, "max_num_seqs": 4},
             "drafts",
@@ -463,10 +463,6 @@ def test_a_draft_model_has_drafts_if_nobody_says_how_many():
         16,
         0,
     )
-    with pytest.raises(
-        FieldError, match="drafts=0 must be a whole number from 4 to 1,024; without drafts, leave draft out"
-    ):
-        EngineConfig(draft="m", drafts=0)
 
 
 def test_a_model_that_cannot_guess_for_this_one_is_refused(tmp_path):

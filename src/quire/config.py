@@ -74,9 +74,9 @@ class EngineConfig:
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
     drafts: int = knob(
-        None,
+        0,
         "tokens of a step that guesses ahead where a text repeats itself, at most: 4 to 1024, 8 is good on a CPU, and "
-        "enough for two sequences at once; 0 for never, the default without draft",
+        "enough for two sequences at once; 0 for never, or with draft for 8",
         expert=True,
     )
     draft: str | None = knob(
@@ -136,11 +136,9 @@ class EngineConfig:
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
         self._check_draft()
-        if self.drafts is None:
-            object.__setattr__(self, "drafts", DRAFTS_OF_A_MODEL if self.draft else 0)
-        if self.drafts != 0 or self.draft:
-            otherwise = "; without drafts, leave draft out" if self.draft else ", or 0 for never"
-            check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS, otherwise=otherwise)
+        if self.drafts != 0:
+            otherwise = f"0 for {DRAFTS_OF_A_MODEL}" if self.draft else "0 for never"
+            check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS, otherwise=f", or {otherwise}")
         for name, top in (
             ("num_pages", MAX_PAGES),
             ("max_model_len", MAX_DIMENSION),
@@ -201,6 +199,8 @@ class EngineConfig:
                 "draft out; drafts=8 alone looks them up in the text",
                 field="draft",
             )
+        if self.drafts == 0:
+            object.__setattr__(self, "drafts", DRAFTS_OF_A_MODEL)
 
     @property
     def quantize_of_draft(self) -> str | None:
