@@ -31,22 +31,19 @@ struct Column {
   uint8_t* panel;
   int64_t index;
 
-  // Of eight lines of a block the i-th, which has its values 4 i to 4 i + 3.
+  // Of eight lines of a block the i-th, which has its values 4 i to 4 i + 3, in four lines of low bits; and those above.
   void put_codes(int64_t block, int64_t line, uint32_t codes) const {
-    if constexpr (kFormat == Format::kQ8_0) return add(block * 8 + line, codes);
-    add(block * 4 + line % 4, (codes & 15 * kEach) << (line < 4 ? 0 : 4));
-    if constexpr (kFormat == Format::kQ6_K) add(at.high / kLine + block * 2 + line / 4, (codes >> 4 & 3 * kEach) << (line % 4 * 2));
+    put_line(block * 4 + line % 4, (codes & 15 * kEach) << (line < 4 ? 0 : 4));
+    if constexpr (kFormat == Format::kQ6_K) put_line(at.high / kLine + block * 2 + line / 4, (codes >> 4 & 3 * kEach) << (line % 4 * 2));
   }
-  void put_half(int64_t part, int64_t i, const uint8_t* half) const { std::memcpy(panel + part + i * kHalves + index * 2, half, 2); }
-  void put_byte(int64_t part, int64_t i, uint8_t byte) const { panel[part + i * kPanel + index] = byte; }
-
- private:
   // To bits that are zero.
-  void add(int64_t line, uint32_t bits) const {
+  void put_line(int64_t line, uint32_t bits) const {
     uint8_t* to = panel + line * kLine + index * 4;
     bits |= four(to);
     std::memcpy(to, &bits, sizeof(bits));
   }
+  void put_half(int64_t part, int64_t i, const uint8_t* half) const { std::memcpy(panel + part + i * kHalves + index * 2, half, 2); }
+  void put_byte(int64_t part, int64_t i, uint8_t byte) const { panel[part + i * kPanel + index] = byte; }
 };
 
 template <Format kFormat>
@@ -54,17 +51,15 @@ QUIRE_INLINE void put_block(Column<kFormat> to, int64_t block, const uint8_t* fr
   to.put_half(to.at.scales, block, from);
   from += 2;
   if constexpr (kFormat == Format::kQ8_0) {
-    for (int64_t line = 0; line < 8; ++line) to.put_codes(block, line, four(from + 4 * line) ^ 128 * kEach);
+    for (int64_t line = 0; line < 8; ++line) to.put_line(block * 8 + line, four(from + 4 * line) ^ 128 * kEach);
     return;
   }
   if constexpr (kFormat == Format::kQ4_1) {
     to.put_half(to.at.minima, block, from);
     from += 2;
   }
-  for (int64_t line = 0; line < 4; ++line) {
-    to.put_codes(block, line, four(from + 4 * line));
-    to.put_codes(block, line + 4, four(from + 4 * line) >> 4);
-  }
+  // Two codes share a byte in the file as they do in a panel: the i-th and the (i + 16)-th.
+  for (int64_t line = 0; line < 4; ++line) to.put_line(block * 4 + line, four(from + 4 * line));
 }
 
 // Eight scales and eight minima of 6 bits are in 12 bytes; the high bits of the last four are over those of the first.
