@@ -162,7 +162,7 @@ def alone(build: Callable) -> list[int]:
     return sequence.output_token_ids
 
 
-@pytest.mark.parametrize("drafts", [-1, 1, 3, 1025, True, "8", 2.5])
+@pytest.mark.parametrize("drafts", [-1, 1, 3, 1025, True, "8", 2.5, None])
 def test_a_number_of_drafts_that_cannot_be_is_refused_by_name(drafts):
     with pytest.raises(FieldError, match="drafts=") as caught:
         EngineConfig(drafts=drafts)
