@@ -65,7 +65,8 @@ struct Part {
 
   Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr) : run(run), whole(piece), expand(expand) {
     const int64_t panels = num_panels(piece.product->columns), num_rows = piece.end_row - piece.first_row;
-    rows_at_once = std::max<int64_t>(64, kRowBytes / piece.x_stride / 32 * 32);
+    const int64_t at_once = has_tiles(run) ? 32 : 12, most = std::max<int64_t>(64, kRowBytes / piece.x_stride);
+    rows_at_once = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), at_once);
     panels_at_once = num_rows > 64 && has_tiles(run) ? 2 : 4;
     if (panels * piece.lines * kLine * num_rows < kAlone) panels_at_once = panels;
     row_tasks = ceil_div(num_rows, rows_at_once);
@@ -161,7 +162,9 @@ class FloatRows {
   }
 
  private:
-  int64_t stride() const { return padded_ * (widen_ ? sizeof(float) : itemsize_); }
+  // Of widened rows an odd number of quarters of a kilobyte: rows that are multiplied together are read side by side, and if
+  // they were a multiple of 4 KB apart would drive each other out of the first cache.
+  int64_t stride() const { return widen_ ? round_up(padded_ * sizeof(float) - 256, 512) + 256 : padded_ * itemsize_; }
 
   int64_t itemsize_;
   bool widen_;

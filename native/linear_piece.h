@@ -7,6 +7,7 @@
 
 #include "bf16.h"
 #include "linear.h"
+#include "vector.h"
 
 namespace quire {
 
@@ -32,14 +33,33 @@ struct ProductPiece {
   }
 };
 
-inline void store_row(const ProductPiece& piece, int64_t row, int64_t panel, const float* values) {
+template <class T>
+QUIRE_INLINE void store_values(T* out, const float* values, int64_t count) {
+  Floats all;
+  if (count == kPanel) {
+    std::memcpy(&all, values, sizeof all);
+    return store(out, all, kPanel);
+  }
+  for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(values[i]);
+}
+
+QUIRE_INLINE void store_row(const ProductPiece& piece, int64_t row, int64_t panel, const float* values) {
   const Product& product = *piece.product;
   const int64_t start = row * product.columns + panel * kPanel, count = piece.columns_of(panel);
   if (product.out_float32) {
-    std::memcpy(static_cast<float*>(product.out) + start, values, count * sizeof(float));
+    store_values(static_cast<float*>(product.out) + start, values, count);
   } else {
-    Bf16* out = static_cast<Bf16*>(product.out) + start;
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<Bf16>(values[i]);
+    store_values(static_cast<Bf16*>(product.out) + start, values, count);
+  }
+}
+
+// From memory, while the products that it will hold are computed.
+QUIRE_INLINE void fetch_output(const ProductPiece& piece, int64_t row, int64_t rows, int64_t panel, int64_t panels) {
+  const Product& product = *piece.product;
+  const int64_t bytes = product.out_float32 ? sizeof(float) : sizeof(Bf16);
+  const char* out = static_cast<const char*>(product.out) + (row * product.columns + panel * kPanel) * bytes;
+  for (int64_t r = 0; r < rows; ++r, out += product.columns * bytes) {
+    for (int64_t at = 0; at < panels * kPanel * bytes; at += kLine) __builtin_prefetch(out + at, 1);
   }
 }
 

@@ -1,5 +1,7 @@
 // Products widened to float32 or int32: plain C++, and the same code compiled for AVX2 and AVX512.
 #include <cstring>
+#include <type_traits>
+#include <utility>
 
 #include "linear_piece.h"
 #include "vector.h"
@@ -24,6 +26,7 @@ QUIRE_INLINE void float_tile(const ProductPiece& piece, int64_t row, int64_t pan
   constexpr int kEach = kPanel / kWidth, kParts = kPanels * kEach, kValues = 4 / kItemsize;
   const int64_t panel_bytes = piece.lines * kLine, stride = piece.x_stride;
   const char* weights = piece.panel(panel);
+  fetch_output(piece, row, kRows, panel, kPanels);
   const char* thirds[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) thirds[i] = piece.x + (row + 3 * i) * stride;
   Float sums[kRows][kParts] = {};
@@ -87,49 +90,58 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
   }
 }
 
-template <int kItemsize, int kWidth, int kRows, int kPanels>
-QUIRE_INLINE void tile(const ProductPiece& piece, int64_t row, int64_t panel) {
-  if constexpr (kItemsize == 1) {
-    widened_int8_rows<kRows>(piece, row, panel);
-  } else {
-    float_tile<kItemsize, kWidth, kRows, kPanels>(piece, row, panel);
+// Calls tile(how many rows, the first) for all rows of a piece, as many at once as there are registers for.
+template <int kMostRows, int kLeastRows, class Tile>
+QUIRE_INLINE void each_tile(const ProductPiece& piece, Tile tile) {
+  const int64_t end = piece.end_row;
+  int64_t row = piece.first_row;
+  for (; row + kMostRows <= end; row += kMostRows) tile(std::integral_constant<int, kMostRows>{}, row);
+  if constexpr (kMostRows > 8) {
+    if (row + 8 <= end) tile(std::integral_constant<int, 8>{}, std::exchange(row, row + 8));
+  }
+  for (; row + 4 <= end; row += 4) tile(std::integral_constant<int, 4>{}, row);
+  if (row + 2 <= end) tile(std::integral_constant<int, 2>{}, std::exchange(row, row + 2));
+  if constexpr (kLeastRows == 1) {
+    if (row < end) tile(std::integral_constant<int, 1>{}, row);
   }
 }
 
-// As many rows at once as there are registers for.
 template <int kItemsize, int kWidth, int kMostRows, int kPanels>
-QUIRE_INLINE void all_rows(const ProductPiece& piece, int64_t panel) {
-  const int64_t end = piece.end_row;
-  int64_t row = piece.first_row;
-  for (; row + kMostRows <= end; row += kMostRows) tile<kItemsize, kWidth, kMostRows, kPanels>(piece, row, panel);
-  for (; row + 4 <= end; row += 4) tile<kItemsize, kWidth, 4, kPanels>(piece, row, panel);
-  for (; row + 2 <= end; row += 2) tile<kItemsize, kWidth, 2, kPanels>(piece, row, panel);
-  if constexpr (kItemsize > 1) {
-    if (row < end) tile<kItemsize, kWidth, 1, kPanels>(piece, row, panel);
-  }
+QUIRE_INLINE void float_panels(const ProductPiece& piece, int64_t panel) {
+  each_tile<kMostRows, 1>(piece, [&](auto rows, int64_t row) __attribute__((always_inline)) {
+    float_tile<kItemsize, kWidth, rows, kPanels>(piece, row, panel);
+  });
 }
 
 template <int kItemsize, int kWidth, int kMostRows, int kPanels>
 QUIRE_INLINE void widened(const ProductPiece& piece) {
   int64_t panel = piece.first_panel;
-  for (; panel + kPanels <= piece.end_panel; panel += kPanels) all_rows<kItemsize, kWidth, kMostRows, kPanels>(piece, panel);
-  for (; panel < piece.end_panel; ++panel) all_rows<kItemsize, kWidth, kMostRows, 1>(piece, panel);
+  for (; panel + kPanels <= piece.end_panel; panel += kPanels) float_panels<kItemsize, kWidth, kMostRows, kPanels>(piece, panel);
+  for (; panel < piece.end_panel; ++panel) float_panels<kItemsize, kWidth, kMostRows, 1>(piece, panel);
+}
+
+QUIRE_INLINE void widened_int8(const ProductPiece& piece) {
+  for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
+    each_tile<4, kTerms>(piece, [&](auto rows, int64_t row) __attribute__((always_inline)) {
+      widened_int8_rows<rows>(piece, row, panel);
+    });
+  }
 }
 
 }  // namespace
 
 void plain_f32(const ProductPiece& piece) { widened<4, 4, 4, 1>(piece); }
 void plain_bf16(const ProductPiece& piece) { widened<2, 4, 4, 1>(piece); }
-void plain_int8(const ProductPiece& piece) { widened<1, 4, 4, 1>(piece); }
+void plain_int8(const ProductPiece& piece) { widened_int8(piece); }
 
 #if QUIRE_X86
 
 __attribute__((target("avx2,fma"))) void avx2_f32(const ProductPiece& piece) { widened<4, 8, 6, 1>(piece); }
 __attribute__((target("avx2,fma"))) void avx2_bf16(const ProductPiece& piece) { widened<2, 8, 6, 1>(piece); }
-__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened<1, 8, 4, 1>(piece); }
+__attribute__((target("avx2,fma"))) void avx2_int8(const ProductPiece& piece) { widened_int8(piece); }
 __attribute__((target("avx512f"))) void avx512_f32(const ProductPiece& piece) { widened<4, 16, 12, 2>(piece); }
 __attribute__((target("avx512f"))) void avx512_bf16(const ProductPiece& piece) { widened<2, 16, 12, 2>(piece); }
-__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened<1, 16, 4, 1>(piece); }
+__attribute__((target("avx512f"))) void avx512_int8(const ProductPiece& piece) { widened_int8(piece); }
 
 #endif
 
