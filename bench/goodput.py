@@ -84,6 +84,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=40, help="of arrivals")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--scale", type=float, default=0.25)
+    parser.add_argument(
+        "--vllm-dtype", default="bfloat16", help="float32 where the CPU has no products of bfloat16 (bfloat16)"
+    )
     for name, default in (("--first-token", 2.0), ("--inter-token", 0.2)):
         parser.add_argument(
             name, nargs="+", type=float, default=[default], help="limits in seconds, one for each trace"
@@ -97,6 +100,7 @@ def main() -> None:
     limits = ["--max-num-seqs", str(MAX_ROWS), "--max-model-len", str(MAX_LEN)]
     quire = [sys.executable, "-m", "quire", "serve", args.model, "--port", str(ports[0]), *limits]
     vllm = [str(ROOT / "bench/peers/run"), "vllm_server", args.model, "--port", str(ports[1]), *limits]
+    vllm += ["--dtype", args.vllm_dtype]
     found: dict[tuple[str, float, str], list[float]] = {}
     with ExitStack() as stack:
         servers, models = [], {}

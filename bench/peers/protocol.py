@@ -58,6 +58,11 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="a GGUF file, or the folder that run made of it")
     parser.add_argument("--quantize", choices=["q8_0"], help="llama_cpp only: requantise every matrix to this")
+    parser.add_argument(
+        "--dtype",
+        choices=["bfloat16", "float32"],
+        help="vllm only: of weights and KV (bfloat16); float32 has faster kernels on a CPU without BF16",
+    )
     parser.add_argument("--max-rows", type=int, default=64, help="prompts in one request, at most")
     parser.add_argument("--max-len", type=int, default=2048, help="prompt and new tokens of one row, at most")
     parser.add_argument("--started", type=float, default=time.time(), help="when run started Python, in epoch seconds")

