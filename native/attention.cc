@@ -346,6 +346,7 @@ class Step {
     const int64_t column = index * columns_.padded;
     piece.seen_begin = std::clamp<int64_t>(seen_begin - column, 0, piece.count);
     piece.seen_end = std::clamp<int64_t>(seen_end - column, piece.seen_begin, piece.count);
+    if (piece.seen_begin == piece.seen_end) piece.seen_begin = piece.seen_end = 0;
     return piece;
   }
 

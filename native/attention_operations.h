@@ -21,7 +21,8 @@ namespace avx2_operations {
 using F = __m256;
 using U = __m256i;
 constexpr int kLanes = 8;
-constexpr int kSums = 2;  // vectors of output for each of four rows: what sixteen registers hold
+// Rows that go through together, and for each of them vectors of scores and of output: what sixteen registers hold.
+constexpr int kRows = 4, kKeys = 1, kSums = 2, kManySums = 2, kManyRows = 4;
 constexpr bool kDot = false;
 
 TARGET inline U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
@@ -41,9 +42,10 @@ TARGET inline F sub(F a, F b) { return _mm256_sub_ps(a, b); }
 TARGET inline F mul(F a, F b) { return _mm256_mul_ps(a, b); }
 TARGET inline F max(F a, F b) { return _mm256_max_ps(a, b); }
 TARGET inline F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+// sum + a b. By name: for the intrinsic gcc 12 moves many sums to other registers, and to memory.
+TARGET inline void add_product(F& sum, F a, F b) { __asm__("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b)); }
 TARGET inline F low(U x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
 TARGET inline F high(U x) { return _mm256_castsi256_ps(_mm256_and_si256(x, set1_pair(0xffff0000u))); }
-TARGET inline U keep_bits(U x, uint32_t bits) { return _mm256_and_si256(x, set1_pair(bits)); }
 TARGET inline float sum_of(F x) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -77,7 +79,7 @@ namespace avx512_operations {
 using F = __m512;
 using U = __m512i;
 constexpr int kLanes = 16;
-constexpr int kSums = 4;
+constexpr int kRows = 6, kKeys = 2, kSums = 4, kManySums = 2, kManyRows = 12;
 
 TARGET inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 TARGET inline F load(const float* p) { return _mm512_loadu_ps(p); }
@@ -93,9 +95,9 @@ TARGET inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 TARGET inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 TARGET inline F max(F a, F b) { return _mm512_max_ps(a, b); }
 TARGET inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+TARGET inline void add_product(F& sum, F a, F b) { __asm__("vfmadd231ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b)); }
 TARGET inline F low(U x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
 TARGET inline F high(U x) { return _mm512_castsi512_ps(_mm512_and_si512(x, set1_pair(0xffff0000u))); }
-TARGET inline U keep_bits(U x, uint32_t bits) { return _mm512_and_si512(x, set1_pair(bits)); }
 TARGET inline float sum_of(F x) { return _mm512_reduce_add_ps(x); }
 TARGET inline float highest_of(F x) { return _mm512_reduce_max_ps(x); }
 TARGET inline F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "attention_operations.h"
+#include "vector.h"
 
 namespace quire {
 namespace {
@@ -19,6 +21,33 @@ void clear_gaps(Scratch& s, const Piece* pieces, int64_t num_pieces) {
     for (int64_t x = 0; x < s.num_rows; ++x) {
       float* scores = s.scores + x * kScoreStride + i * s.padded;
       std::fill(scores + pieces[i].count, scores + s.padded, kNothing);
+    }
+  }
+}
+
+// Whether of the pair at z one position is not seen.
+template <class T>
+bool is_edge(const Piece& piece, int64_t z) {
+  return kPair<T> == 2 && (z < piece.seen_begin || z + 1 >= piece.seen_end);
+}
+
+// Such pairs of V to the place of their columns in `values`, with zeros for the position that is not seen: it may be
+// anything, and 0 x NaN is NaN.
+void copy_edges(const Scratch& s, const Piece* pieces, int64_t num_pieces) {
+  for (int64_t i = 0; i < num_pieces; ++i) {
+    const Piece& piece = pieces[i];
+    if (piece.seen_begin == piece.seen_end) continue;
+    for (const int64_t z : {piece.seen_begin / 2 * 2, (piece.seen_end - 1) / 2 * 2}) {
+      if (!is_edge<Bf16>(piece, z)) continue;
+      const uint32_t seen = z < piece.seen_begin ? 0xffff0000u : 0xffffu;
+      const char* from = static_cast<const char*>(piece.v) + z * s.head_dim * sizeof(Bf16);
+      char* to = static_cast<char*>(s.values) + (i * s.padded + z) * s.head_dim * sizeof(Bf16);
+      for (int64_t h = 0; h < s.head_dim; ++h) {
+        uint32_t both;
+        std::memcpy(&both, from + h * sizeof both, sizeof both);
+        both &= seen;
+        std::memcpy(to + h * sizeof both, &both, sizeof both);
+      }
     }
   }
 }

@@ -29,7 +29,7 @@ struct Piece {
   const void* k;  // [H / pair, Z, pair], from this piece's first position on
   const void* v;  // [positions / pair, H, pair]
   int64_t count;  // positions; 0 for a page outside the pool, or before the table
-  int64_t seen_begin, seen_end;  // of them, those that some query of the tile sees
+  int64_t seen_begin, seen_end;  // of them, those that some query of the tile sees; 0 and 0 if there are none
 };
 
 // What a thread works in. Rows are padded to 16, columns to 32, for the instruction set that wants whole tiles.
@@ -42,7 +42,7 @@ struct Scratch {
   const void* q = nullptr;      // [X, H], as the functions of the table want it
   float* scores = nullptr;      // [X, kScoreStride]; weights after `soften`
   Bf16* weights = nullptr;      // [X, kScoreStride], where the table wants them in bfloat16
-  void* values = nullptr;       // [kChunk / 2, H, 2] bfloat16, where the table wants V without its pages
+  void* values = nullptr;       // [kChunk / 2, H, 2] bfloat16, what the table wants of V without what is not seen
   float* out = nullptr;         // [X, H]
   float* top = nullptr;         // [X] running maximum, of scores times log2(e)
   float* total = nullptr;       // [X] running sum
