@@ -21,8 +21,9 @@ namespace avx2_operations {
 using F = __m256;
 using U = __m256i;
 constexpr int kLanes = 8;
-// Rows that go through together, and for each of them vectors of scores and of output: what sixteen registers hold.
-constexpr int kRows = 4, kKeys = 1, kSums = 2, kManySums = 2, kManyRows = 4;
+// Rows that go through together by vectors of each, as many sums as sixteen registers hold: scores are kRows by kKeys, output
+// kManyRows by kManySums as long as there are so many rows, and then up to 4 by kSums.
+constexpr int kRows = 4, kKeys = 1, kManyRows = 4, kManySums = 2, kSums = 2;
 constexpr bool kDot = false;
 
 TARGET inline U iota() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
@@ -79,7 +80,7 @@ namespace avx512_operations {
 using F = __m512;
 using U = __m512i;
 constexpr int kLanes = 16;
-constexpr int kRows = 6, kKeys = 2, kSums = 4, kManySums = 2, kManyRows = 12;
+constexpr int kRows = 6, kKeys = 2, kManyRows = 12, kManySums = 2, kSums = 4;
 
 TARGET inline __mmask16 first(int64_t n) { return static_cast<__mmask16>((1u << n) - 1); }
 TARGET inline F load(const float* p) { return _mm512_loadu_ps(p); }

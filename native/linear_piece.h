@@ -33,23 +33,14 @@ struct ProductPiece {
   }
 };
 
-template <class T>
-QUIRE_INLINE void store_values(T* out, const float* values, int64_t count) {
-  Floats all;
-  if (count == kPanel) {
-    std::memcpy(&all, values, sizeof all);
-    return store(out, all, kPanel);
-  }
-  for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(values[i]);
-}
-
 QUIRE_INLINE void store_row(const ProductPiece& piece, int64_t row, int64_t panel, const float* values) {
   const Product& product = *piece.product;
   const int64_t start = row * product.columns + panel * kPanel, count = piece.columns_of(panel);
+  const Floats row_of_panel = load(values, kPanel);
   if (product.out_float32) {
-    store_values(static_cast<float*>(product.out) + start, values, count);
+    store(static_cast<float*>(product.out) + start, row_of_panel, count);
   } else {
-    store_values(static_cast<Bf16*>(product.out) + start, values, count);
+    store(static_cast<Bf16*>(product.out) + start, row_of_panel, count);
   }
 }
 
