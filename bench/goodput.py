@@ -85,7 +85,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--scale", type=float, default=0.25)
     parser.add_argument(
-        "--vllm-dtype", default="bfloat16", help="float32 where the CPU has no products of bfloat16 (bfloat16)"
+        "--vllm-dtype",
+        choices=["bfloat16", "float32"],
+        default="bfloat16",
+        help="float32 where the CPU has no products of bfloat16 (bfloat16)",
     )
     for name, default in (("--first-token", 2.0), ("--inter-token", 0.2)):
         parser.add_argument(

@@ -30,8 +30,6 @@ class TokenClock(BaseStreamer):
 
 
 def load(args: argparse.Namespace) -> protocol.Peer:
-    if args.quantize:
-        raise ValueError(f"--quantize {args.quantize}: this peer has bfloat16 only")
     torch.set_num_threads(protocol.NUM_THREADS)
     torch.set_grad_enabled(False)
     transformers.utils.logging.disable_progress_bar()

@@ -134,4 +134,4 @@ def load(args: argparse.Namespace) -> protocol.Peer:
 
 
 if __name__ == "__main__":
-    protocol.serve(load, __doc__)
+    protocol.serve(load, __doc__, quantize={"choices": ["q8_0"], "help": "requantise every matrix to this"})

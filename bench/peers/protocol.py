@@ -54,18 +54,14 @@ class Peer:
     settings: dict
 
 
-def arguments(description: str | None) -> argparse.Namespace:
+def arguments(description: str | None, options: dict[str, dict]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="a GGUF file, or the folder that run made of it")
-    parser.add_argument("--quantize", choices=["q8_0"], help="llama_cpp only: requantise every matrix to this")
-    parser.add_argument(
-        "--dtype",
-        choices=["bfloat16", "float32"],
-        help="vllm only: of weights and KV (bfloat16); float32 has faster kernels on a CPU without BF16",
-    )
     parser.add_argument("--max-rows", type=int, default=64, help="prompts in one request, at most")
     parser.add_argument("--max-len", type=int, default=2048, help="prompt and new tokens of one row, at most")
     parser.add_argument("--started", type=float, default=time.time(), help="when run started Python, in epoch seconds")
+    for name, settings in options.items():
+        parser.add_argument(f"--{name}", **settings)
     return parser.parse_args()
 
 
@@ -83,9 +79,9 @@ def check(request: dict, answer: Answer) -> None:
         raise AssertionError(f"asked for {request['new_tokens']} tokens a row, made {sorted(lengths)}")
 
 
-def serve(load: Callable[[argparse.Namespace], Peer], description: str | None) -> None:
-    """Loads the peer, says so, and answers requests until standard input ends."""
-    args = arguments(description)
+def serve(load: Callable[[argparse.Namespace], Peer], description: str | None, **options: dict) -> None:
+    """Loads the peer, says so, and answers requests until standard input ends. `options`: of this peer alone."""
+    args = arguments(description, options)
     out = claim_stdout()
 
     def say(line: dict) -> None:

