@@ -1,13 +1,12 @@
-"""What the docs site does beyond mkdocs: a menu from the index, links to sources, an API reference.
+"""What the docs site does beyond mkdocs: a menu from the index, no links to files it lacks, an API reference.
 
-Pages are written for a reader of the repository. Here their links to files outside docs/ become addresses of the
-repository, and a link to a file that does not exist is a warning, which a strict build fails on.
+Pages are written for a reader of the repository. On the site a link to a file outside docs/ becomes its text, and a
+link to a file that does not exist is a warning, which a strict build fails on.
 """
 
 import ast
 import logging
 import re
-import tomllib
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -15,8 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Source"]
-LINK = re.compile(r"\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]*)\]\(\.\./([^)#\s]+)(?:#[^)\s]*)?\)")
 log = logging.getLogger("mkdocs.hooks.quire")
 
 
@@ -25,7 +23,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     index = Path(config.docs_dir, "README.md").read_text()
     pages = re.findall(r"^\| \[[^\]]*\]\(([\w.-]+\.md)\)", index, re.MULTILINE)
     config.nav = ["README.md", *pages, {"API reference": "api.md"}]
-    config.repo_url = SOURCE
     return config
 
 
@@ -36,15 +33,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to the repository."""
+    """Replace each link that leaves docs/ by its text."""
 
-    def absolute(link: re.Match[str]) -> str:
-        path, anchor = link[1], link[2] or ""
-        if not (ROOT / path).exists():
-            log.warning("%s links to ../%s, which does not exist", page.file.src_uri, path)
-        return f"]({SOURCE}/blob/main/{path}{anchor})"
+    def text(link: re.Match[str]) -> str:
+        if not (ROOT / link[2]).exists():
+            log.warning("%s links to ../%s, which does not exist", page.file.src_uri, link[2])
+        return link[1]
 
-    return LINK.sub(absolute, markdown)
+    return LINK.sub(text, markdown)
 
 
 def api_page() -> str:

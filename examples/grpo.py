@@ -3,7 +3,7 @@
 Quire draws the samples, `quire.train.logprobs` is the policy that is trained, optax updates it, and the engine gets the
 new weights between two batches. Both sides run the same kernels, so the first ratio of every batch is exactly 1.
 
-    pip install quire optax matplotlib
+    pip install quire-llm optax matplotlib
     python examples/grpo.py                                     # a tiny model from random weights: minutes
     python examples/grpo.py --model MODEL.gguf --updates 20     # a real one learns to give short answers
 

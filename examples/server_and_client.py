@@ -1,6 +1,6 @@
 """Starts a server, asks it by OpenAI's client from eight threads at once, reads its metrics, and stops it.
 
-python examples/server_and_client.py [MODEL]      (needs quire[server] and openai)
+python examples/server_and_client.py [MODEL]      (needs quire-llm[server] and openai)
 """
 
 import socket

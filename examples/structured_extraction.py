@@ -1,6 +1,6 @@
 """Records out of prose: the answer is always JSON that the schema allows, whatever the model would have liked to say.
 
-python examples/structured_extraction.py [MODEL]      (needs quire[structured])
+python examples/structured_extraction.py [MODEL]      (needs quire-llm[structured])
 """
 
 import json

@@ -110,6 +110,6 @@ def test_the_image_is_made_from_the_wheel_and_has_no_compiler():
     assert build
     assert final
     assert "uv build" in build
-    assert "--no-deps /dist/quire-*.whl" in final
+    assert "--no-deps /dist/quire_llm-*.whl" in final
     assert not re.search(r"^COPY", final, re.MULTILINE), "nothing but the wheel and its dependencies is taken over"
     assert not re.search(r"apt-get|g\+\+|cmake", final)

@@ -330,7 +330,7 @@ def test_without_the_library_the_error_says_what_to_install(monkeypatch):
     compiler = GrammarCompiler(tiny_tokenizer(), VOCAB, frozenset({EOS}))
     for form in (Structured(regex="a"), Structured(json_object=True)):
         with pytest.raises(
-            ValueError, match=r"structured\.\w+ needs the library llguidance: pip install 'quire\[structured\]'"
+            ValueError, match=r"structured\.\w+ needs the library llguidance: pip install 'quire-llm\[structured\]'"
         ):
             compiler.compile(form)
 

@@ -1,6 +1,7 @@
-"""What PyPI shows and an installer reads: one version, links that work without the repository, floors that agree."""
+"""What PyPI shows and an installer reads: one version, one name, no link into the repository, floors that agree."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,28 +18,26 @@ LINK = re.compile(r"\]\(([^)\s]+)[^)]*\)")
 
 
 def readme_on_pypi() -> str:
-    """README.md after the substitutions that the build makes."""
-    text = (ROOT / "README.md").read_text()
+    """README.md as PyPI shows it."""
+    return without_links((ROOT / "README.md").read_text())
+
+
+def without_links(text: str) -> str:
+    """Markdown after the substitutions that the build makes."""
     for rule in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
         text = re.sub(rule["pattern"], rule["replacement"], text)
     return text
 
 
-def test_the_readme_on_pypi_has_absolute_links_only():
+def test_the_readme_on_pypi_links_to_no_file_of_the_repository():
     links = LINK.findall(readme_on_pypi())
-    assert links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
     assert not re.search(r"<(?:img|a)\s[^>]*(?:src|href)=[\"'](?!https://|#)", readme_on_pypi())
 
 
-def test_pictures_of_the_readme_are_fetched_raw():
-    rules = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]
-    text = "[![a](docs/a.png)](docs/a.md) ![b](https://b.example/b.png) [c](#c)"
-    for rule in rules:
-        text = re.sub(rule["pattern"], rule["replacement"], text)
-    source = PYPROJECT["project"]["urls"]["Source"]
-    kept = "![b](https://b.example/b.png) [c](#c)"
-    assert text == f"[![a]({source}/raw/main/docs/a.png)]({source}/blob/main/docs/a.md) {kept}"
+def test_a_link_to_a_file_becomes_its_text():
+    text = "[![a](docs/a.png)](docs/a.md) ![b](https://b.example/b.png) [c](#c) `x[0]` [d](docs/d.md#e)"
+    assert without_links(text) == "a ![b](https://b.example/b.png) [c](#c) `x[0]` d"
 
 
 def test_links_of_the_readme_lead_somewhere():
@@ -47,11 +46,48 @@ def test_links_of_the_readme_lead_somewhere():
             assert (ROOT / link.partition("#")[0]).exists(), link
 
 
-def test_one_repository_address():
-    source = PYPROJECT["project"]["urls"]["Source"]
-    assert all(url.startswith(source) for url in PYPROJECT["project"]["urls"].values())
-    found = re.findall(r"https://github\.[a-z]+/[\w-]+/quire\b", (ROOT / "pyproject.toml").read_text())
-    assert set(found) == {source}
+def test_what_the_sdist_leaves_out_is_anchored():
+    """A pattern without a leading slash matches at any depth: `bench` would leave out src/quire/bench, too."""
+    assert [path for path in PYPROJECT["tool"]["scikit-build"]["sdist"]["exclude"] if not path.startswith("/")] == []
+
+
+def test_every_command_to_install_an_extra_names_the_distribution():
+    """On PyPI `quire` is another project."""
+    assert PYPROJECT["project"]["name"] == "quire-llm"
+    folders = ("src", "docs", "examples", "deploy")
+    files = [
+        path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".md", ".yaml"}
+    ]
+    for path in (*files, ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "pyproject.toml"):
+        text = path.read_text()
+        assert not re.search(r"\bquire\[[a-z,]+\]|\binstall (?!-)[^`\n]*\bquire\b(?!-llm)", text), path
+
+
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [
+        ("", ""),
+        ('\n[project.urls]\nSource = "https://host.example/owner/quire"\n', ""),
+        ('\n[project.urls]\nIssues = "https://host.example/other/issues"\n', "project.urls.Issues"),
+    ],
+    ids=["none", "here", "elsewhere"],
+)
+def test_a_release_names_no_other_repository(tmp_path, urls, says):
+    for name in (".ci/release-check", "src/quire/__init__.py", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    with (tmp_path / "pyproject.toml").open("a") as file:
+        file.write(urls)
+    (tmp_path / "CHANGELOG.md").write_text(f"## {quire.__version__} (2030-01-01)\n")
+    command = [
+        sys.executable,
+        tmp_path / ".ci/release-check",
+        f"v{quire.__version__}",
+        "https://host.example/owner/quire",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == bool(says), done.stderr
+    assert says in done.stderr
 
 
 def test_one_version():
@@ -87,12 +123,33 @@ def test_the_lock_of_floors_is_of_these_floors():
 )
 def test_a_wheel_needs_no_more_than_its_tag_promises(tmp_path, tags, symbols, says):
     """Whatever system it was built on: the newest are those of developers."""
-    wheel = tmp_path / f"quire-1.0-py3-none-{tags}.whl"
-    with zipfile.ZipFile(wheel, "w") as content:
-        content.writestr("quire/device/_native.so", symbols + b"\0")
-        content.writestr("quire-1.0.dist-info/METADATA", "Name: quire")
-    done = subprocess.run(
-        [sys.executable, ROOT / ".ci/wheel-check", wheel], capture_output=True, text=True, check=False
-    )
+    wheel = tmp_path / f"quire_llm-1.0-py3-none-{tags}.whl"
+    write_wheel(wheel, symbols)
+    done = wheel_check(wheel)
     assert done.returncode == bool(says), done.stderr
     assert says in done.stderr
+
+
+def test_a_wheel_has_every_file(tmp_path):
+    wheel = tmp_path / "quire_llm-1.0-py3-none-manylinux_2_28_x86_64.whl"
+    write_wheel(wheel, b"", without="quire/bench/steps.py")
+    done = wheel_check(wheel)
+    assert done.returncode == 1
+    assert done.stderr.endswith("not in it: quire/bench/steps.py\n")
+
+
+def write_wheel(path: Path, symbols: bytes, without: str = "") -> None:
+    """Write a wheel of empty files whose library names these symbols."""
+    files = (file for file in (ROOT / "src/quire").rglob("*") if file.is_file() and file.suffix not in {".pyc", ".so"})
+    names = [file.relative_to(ROOT / "src").as_posix() for file in files]
+    with zipfile.ZipFile(path, "w") as content:
+        content.writestr("quire/device/_native.so", symbols + b"\0")
+        content.writestr("quire_llm-1.0.dist-info/METADATA", "Name: quire-llm")
+        for name in names:
+            if name != without:
+                content.writestr(name, "")
+
+
+def wheel_check(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run `.ci/wheel-check` on one wheel."""
+    return subprocess.run([sys.executable, ROOT / ".ci/wheel-check", path], capture_output=True, text=True, check=False)

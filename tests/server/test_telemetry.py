@@ -143,4 +143,4 @@ def test_without_the_package_the_error_names_it(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
-    assert "pip install quire[otel]" in done.stderr
+    assert "pip install 'quire-llm[otel]'" in done.stderr

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from quire.server.batches.answer_file import AnswerFile
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing: batches need `pip install 'quire[server]'`") from None
+        raise ValueError(f"{error.name} is missing: batches need `pip install 'quire-llm[server]'`") from None
     if args.max_cost is not None:
         check_whole("--max-cost", args.max_cost, 1, MAX_COST)
     is_parquet = args.output.suffix == ".parquet"

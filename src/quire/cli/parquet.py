@@ -20,7 +20,7 @@ try:
     import pyarrow as pa
     import pyarrow.parquet as pq
 except ModuleNotFoundError:
-    raise ValueError("pyarrow is missing: Parquet needs `pip install 'quire[parquet]'`") from None
+    raise ValueError("pyarrow is missing: Parquet needs `pip install 'quire-llm[parquet]'`") from None
 
 ROWS = 1024
 """That are in memory at once."""

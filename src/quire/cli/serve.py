@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     try:  # only now: they take seconds, and a wrong flag should not
         from quire.server.serve import serve
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire[server]'`") from None
+        raise ValueError(f"{error.name} is missing: serving needs `pip install 'quire-llm[server]'`") from None
     from quire.async_llm.async_llm import engine_meshes
     from quire.llm import LLM
 

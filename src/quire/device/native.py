@@ -39,7 +39,7 @@ HANDLERS = (
 def _load() -> ctypes.CDLL | str:
     """The library, its handlers registered; or in one sentence why not."""
     if not LIBRARY.exists():
-        return "the native library was not built: install quire from source where there is a C++ compiler"
+        return "the native library was not built: install a wheel of quire-llm, or use a C++ compiler"
     try:
         library = ctypes.CDLL(str(LIBRARY))
         for name in HANDLERS:

@@ -66,7 +66,7 @@ class GrammarCompiler:
         try:
             first = self._compile(structured, salt, where, trusted=trusted)
         except ImportError:
-            message = f"{where} needs the library llguidance: pip install 'quire[structured]'"
+            message = f"{where} needs the library llguidance: pip install 'quire-llm[structured]'"
             raise FieldError(message, field=structured.name) from None
         matcher = TokenMatcher(first, self._vocabulary.text_words, partial(self._forget, key))
         with self._lock:

@@ -3,7 +3,7 @@
     serve.run(build_app("Qwen/Qwen3-0.6B", num_replicas=2))
     ds.map_batches(QuireProcessor, fn_constructor_kwargs={"model": "Qwen/Qwen3-0.6B"}, concurrency=2, batch_size=256)
 
-`pip install 'quire[ray]'`; nothing else of Quire imports Ray. A request's way through Serve:
+`pip install 'quire-llm[ray]'`; nothing else of Quire imports Ray. A request's way through Serve:
 
     Serve's proxy -> Ingress: key, names of the prompt's pages -> PrefixRouter: an engine -> EngineReplica: its server
 """

@@ -37,7 +37,9 @@ class Telemetry:
             from opentelemetry.trace import SpanKind, Status, StatusCode
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
         except ModuleNotFoundError as error:
-            raise ValueError(f"{error.name} is missing: --otlp-endpoint needs `pip install quire[otel]`") from None
+            raise ValueError(
+                f"{error.name} is missing: --otlp-endpoint needs `pip install 'quire-llm[otel]'`"
+            ) from None
         base = endpoint.rstrip("/")
         resource = Resource.create({"service.name": "quire", "service.version": __version__})
         self._spans = TracerProvider(resource=resource, shutdown_on_exit=False)
