@@ -53,6 +53,13 @@ def test_the_command_is_one_that_quire_takes_and_has_no_key_in_it():
     assert CONTAINER["image"].endswith(f":{__version__}")
 
 
+def test_the_memory_limit_is_stated_once():
+    """The server reads it from its control group; a flag that repeats it would go stale when the limit is changed."""
+    parsed = build_parser().parse_args(["serve", *CONTAINER["args"]])
+    assert CONTAINER["resources"]["limits"]["memory"]
+    assert (parsed.memory_budget, parsed.num_pages, parsed.num_host_pages) == (None, None, None)
+
+
 def test_it_has_time_to_drain():
     """Kubernetes counts preStop and what follows SIGTERM together; connections are given ten seconds more."""
     parsed = build_parser().parse_args(["serve", *CONTAINER["args"]])
@@ -86,7 +93,8 @@ def test_it_runs_as_nobody_and_writes_nowhere_but_to_its_cache():
     assert set(writable) == {"/var/cache/quire", "/tmp"}
     assert all("sizeLimit" in volumes[name]["emptyDir"] for name in writable.values())
     assert {"cpu", "memory"} <= CONTAINER["resources"]["requests"].keys()
-    assert "memory" in CONTAINER["resources"]["limits"]
+    requests, limits = (CONTAINER["resources"][kind] for kind in ("requests", "limits"))
+    assert all(limits[name] == requests[name] for name in ("cpu", "memory"))  # threads and pages follow the limits
 
 
 @pytest.mark.parametrize("metric", the("HorizontalPodAutoscaler")["spec"]["metrics"])

@@ -396,5 +396,7 @@ def test_a_pool_smaller_than_the_models_length_is_simulated_up_to_what_it_holds(
     trace = write_trace(tmp_path / "trace.csv")
     command = ["simulate", "--model", str(config), "--topology", "v6e:1x1", "--trace", str(trace)]
     assert main(command) == 0, capsys.readouterr().err
+    assert main([*command, "--max-model-len", "131072"]) == 0, "the pool grows to hold one such sequence"
+    command[command.index("v6e:1x1")] = "v5e:1x1"
     assert main([*command, "--max-model-len", "131072"]) == 2
     assert "max_model_len=131072" in capsys.readouterr().err

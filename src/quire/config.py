@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 from quire.field_error import FieldError, refuse_unknown_fields
+from quire.memory_budget import budget_bytes
 from quire.short_repr import short_repr
 
 DTYPES = ("bfloat16", "float32")
@@ -69,7 +70,9 @@ class EngineConfig:
     preemption: str = knob("auto", "when pages run out: auto, swap or recompute")
     debug: bool = knob(False, "audit every step and poison freed pages with NaN")
 
-    memory_budget: int | None = knob(None, "bytes for the KV pool when num_pages is not given", expert=True)
+    memory_budget: str | int | None = knob(
+        None, "memory for the KV pool when num_pages is not given: 4GiB, bytes, or 50% of what is free", expert=True
+    )
     num_host_pages: int | None = knob(
         None, "KV pages in host memory for swapped sequences; by default half of the pool", expert=True
     )
@@ -139,11 +142,9 @@ class EngineConfig:
         if self.drafts != 0:
             otherwise = f"0 for {DRAFTS_OF_A_MODEL}" if self.draft else "0 for never"
             check_whole("drafts", self.drafts, MIN_DRAFTS, MAX_DRAFTS, otherwise=f", or {otherwise}")
-        for name, top in (
-            ("num_pages", MAX_PAGES),
-            ("max_model_len", MAX_DIMENSION),
-            ("memory_budget", 1 << 50),
-        ):
+        if self.memory_budget is not None:
+            budget_bytes(self.memory_budget, 0)
+        for name, top in (("num_pages", MAX_PAGES), ("max_model_len", MAX_DIMENSION)):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, top)
         if self.num_pages and self.max_model_len and self.max_model_len > self.num_pages * self.page_size + 1:
@@ -274,7 +275,7 @@ class EngineKnobs(TypedDict, total=False):
     prefix_cache: bool
     preemption: str
     debug: bool
-    memory_budget: int | None
+    memory_budget: str | int | None
     num_host_pages: int | None
     drafts: int
     draft: str | None

@@ -36,9 +36,11 @@ from quire.distributed.leader import Leader
 from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
 from quire.engine.draft_model import DraftModel, check_vocabulary, naming_draft
 from quire.engine.engine import Engine
+from quire.engine.host_memory import check_room_for_weights, describe_memory
 from quire.field_error import FieldError
 from quire.interrupts import Interrupts
 from quire.job import GenerationInterrupted, Job, ReadyPrompt, naming_prompt
+from quire.machine import read_memory, resident_bytes
 from quire.outputs import RequestOutput, Scores, TextChunk, embedding_of, new_text
 from quire.progress import JobProgress, StartProgress
 from quire.text.tokenizer import Tokenizer
@@ -171,6 +173,8 @@ class LLM:
         if not quiet:
             runner = self._engine.runner
             print(f"quire: {self._engine.capacity}; {runner.num_programs} programs", file=sys.stderr)
+            memory = describe_memory(self._engine.growth_bytes, read_memory(), resident_bytes())
+            print(f"quire: {memory}", file=sys.stderr)
             if stated := describe(self._default_params):
                 notes.append(f"this model's sampling, unless a request says otherwise: {stated}")
             for note in (*runner.notes, *notes):
@@ -583,7 +587,14 @@ def _load_model(path: Path, mesh: Mesh, config: EngineConfig, quiet: bool) -> Lo
     if keep_blocks := config.quantize == "gguf":
         check_blocked(config.matmul, "gguf", mesh)  # before anything is read
     with closing(StartProgress("loading", "layer", quiet=quiet)) as progress:
-        return load_model(path, mesh=mesh, dtype=config.dtype, progress=progress.update, keep_blocks=keep_blocks)
+        return load_model(
+            path,
+            mesh=mesh,
+            dtype=config.dtype,
+            progress=progress.update,
+            keep_blocks=keep_blocks,
+            check=lambda model: check_room_for_weights(config, model, path, mesh),
+        )
 
 
 def _find_draft(config: EngineConfig, model: ModelConfig, quiet: bool) -> Path:

@@ -94,6 +94,7 @@ class FakeRunner:
         self.seconds_per_move, self.pages_per_move, self.failure = 5e-4, 4, None
         self.num_compiles = 0
         self.num_programs = 0
+        self.growth_bytes = 0
         self.notes: tuple[str, ...] = ()
         self.num_runs = 0
         self.weights = 0

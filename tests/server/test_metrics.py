@@ -115,6 +115,12 @@ def test_the_rules_and_the_dashboard_ask_for_what_exists(server):
     assert wanted <= known, wanted - known
 
 
+@pytest.mark.parametrize("name", ["limit", "available", "growth"])
+def test_the_gauges_of_memory_are_on_the_dashboard_and_in_the_docs(name):
+    assert f"quire_memory_{name}_bytes" in (DEPLOY / "grafana.json").read_text()
+    assert f"`memory_{name}_bytes`" in (DEPLOY.parent / "docs" / "seeing.md").read_text()
+
+
 def test_alerts_say_what_to_do_and_panels_do_not_overlap():
     rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"]]

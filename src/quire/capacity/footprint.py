@@ -18,7 +18,7 @@ from quire.config import EngineConfig, ModelConfig, WindowPoolSize
 from quire.device.mesh import make_mesh
 from quire.device.programs import Programs
 from quire.engine.build import size_pool
-from quire.engine.pool_size import default_pool_bytes, sequences_that_fit
+from quire.engine.pool_size import sequences_that_fit
 from quire.engine.step_shapes import step_shapes
 
 LANES, SUBLANES = 128, 8
@@ -40,6 +40,12 @@ class DescribedDevice:
     platform: str
     device_kind: str
     process_index: int = 0
+    memory: int = 0
+    """Bytes that programs may use."""
+
+    def memory_stats(self) -> dict[str, int]:
+        """What a device that is here says of its memory."""
+        return {"bytes_limit": self.memory}
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,9 @@ class Footprint:
 def described_programs(config: EngineConfig, model: ModelConfig, topology: Topology, *, max_model_len: int) -> Programs:
     """The programs of an engine on a slice that is not here, with a pool of one page."""
     chip = topology.chip
-    mesh = make_mesh([DescribedDevice(i, chip.platform, chip.kind) for i in range(topology.num_devices)])
+    mesh = make_mesh(
+        [DescribedDevice(i, chip.platform, chip.kind, memory=chip.device_memory) for i in range(topology.num_devices)]
+    )
     return programs_on(mesh, config, model, num_pages=1, max_model_len=max_model_len)
 
 
@@ -95,10 +103,9 @@ def footprint(programs: Programs, config: EngineConfig, topology: Topology, *, m
     """The memory of an engine that takes as many pages as it would there; no page if the weights fill the memory."""
     weights = weight_bytes(programs)
     free = max(topology.chip.device_memory - weights, 0) * topology.num_devices
-    budget = default_pool_bytes(free, is_host_memory=False)
     temporaries = temporary_bytes(programs, config)
     try:
-        pool = size_pool(config, programs.model, max_model_len, programs.mesh, budget)
+        pool = size_pool(config, programs.model, max_model_len, programs.mesh, free)
     except ValueError:  # not a page fits
         return Footprint(weights, 0, temporaries, 0)
     sized = replace(programs, num_pages=pool.num_pages, windows=pool.windows)

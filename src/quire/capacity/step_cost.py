@@ -67,6 +67,9 @@ def roofline_cost(
         raise FieldError(
             f"topology={topology.name!r} has no memory for {path.name} and a page beside it", field="topology"
         )
+    if config.max_model_len and not config.num_pages and memory.weights + memory.pool > topology.chip.device_memory:
+        message = f"max_model_len={length}: topology={topology.name!r} has no memory for one such sequence; lower it"
+        raise FieldError(message, field="max_model_len")
     shapes = step_shapes(config)
     cost = RooflineCost(
         work_of(programs),

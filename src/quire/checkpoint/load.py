@@ -46,8 +46,12 @@ def load_model(
     dtype: str,
     progress: Callable[[int, int], None] | None = None,
     keep_blocks: bool = False,
+    check: Callable[[ModelConfig], None] = lambda config: None,
 ) -> LoadedModel:
-    """Read a model and place its weights on the mesh. `keep_blocks`: in the blocks in which a GGUF file has them."""
+    """Read a model and place its weights on the mesh. `keep_blocks`: in the blocks in which a GGUF file has them.
+
+    `check` is called with the model's config before any weights are read.
+    """
     path = find_model(model)
     if path.is_dir():
         if keep_blocks:
@@ -57,6 +61,7 @@ def load_model(
             )
         with SafetensorsFolder(path) as folder:
             config = folder.config()
+            check(config)
             tokenizer = load_tokenizer(path)
             generation = path / "generation_config.json"
             embedding = embedding_config_of_folder(path)
@@ -68,6 +73,7 @@ def load_model(
                 embedding,
             )
     file = GgufFile(path)
+    check(file.config())
     tokenizer = tokenizer_from_gguf(file.reader)
     params = load_params(
         file.config(),

@@ -407,7 +407,7 @@ def _flags(
     """One flag for each field of a config, or of those in `only`."""
     for field in (field for field in dataclasses.fields(config) if only is None or field.name in only):
         group = expert if field.metadata.get("expert") else ordinary
-        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"]
+        flag, text = "--" + field.name.replace("_", "-"), field.metadata["help"].replace("%", "%%")
         default = defaults.get(field.name, field.default)
         if field.type is bool:
             switch = "store_true" if default is False else argparse.BooleanOptionalAction

@@ -57,7 +57,13 @@ def _devices(report: dict[str, Any]) -> None:
     from quire.device import memory, native
     from quire.device.mesh import make_mesh
     from quire.engine.pool_size import default_pool_bytes
+    from quire.machine import num_processors, num_scheduled_processors, read_memory
 
+    host, count, scheduled = read_memory(), num_processors(), num_scheduled_processors()
+    report["memory"] = {"limit": host.limit, "available": host.available, "is_limited": host.limit_path is not None}
+    report["processors"] = {"usable": count, "scheduled": scheduled}
+    print(f"memory       {host.available / 2**30:.1f} GiB free of {host.limit / 2**30:.1f} GiB ({host.source})")
+    print(f"processors   {count}{f' of {scheduled}, by a CPU quota' if count < scheduled else ''}")
     report["devices"] = [{"kind": device.device_kind, "platform": device.platform} for device in jax.local_devices()]
     for device in report["devices"]:
         print(f"device       {device['kind']} ({device['platform']})")

@@ -74,6 +74,11 @@ def create(schema: KVCache) -> KVCache:
     return jax.tree.map(lambda array: _allocator(array.shape, array.dtype, array.sharding)(), schema)
 
 
+def is_committed_late(mesh: Mesh) -> bool:
+    """True if the memory of a pool on this mesh is taken as tokens come, and not at once: see `create`."""
+    return native.unavailable_reason_on(mesh) is None
+
+
 def create_zeros(schema: KVCache) -> KVCache:
     """Allocate a pool as `abstract` describes it, with zeros in its pages."""
     return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype, device=array.sharding), schema)
@@ -82,7 +87,7 @@ def create_zeros(schema: KVCache) -> KVCache:
 @functools.cache
 def _allocator(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> Callable[[], jax.Array]:
     assert isinstance(sharding.mesh, Mesh)
-    if native.unavailable_reason_on(sharding.mesh):
+    if not is_committed_late(sharding.mesh):
         return functools.partial(jnp.zeros, shape, dtype, device=sharding)
     allocate = jax.ffi.ffi_call("quire_allocate", jax.ShapeDtypeStruct(shape, dtype))
     return jax.jit(allocate, out_shardings=sharding)
@@ -152,6 +157,12 @@ class HostPages:
             return _HostArray(array.shape, array.sharding, parts)
 
         self._arrays = _map(room, cache)
+        self.num_bytes = sum(
+            part.nbytes
+            for array in jax.tree.leaves(self._arrays, is_leaf=lambda leaf: isinstance(leaf, _HostArray))
+            for part in array.parts.values()
+        )
+        """Bytes of all pages."""
 
     def store(self, pages: np.ndarray, content: KVCache) -> None:
         """Keep the first `len(pages)` pages of a `read_pages`."""

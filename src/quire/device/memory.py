@@ -1,8 +1,6 @@
 """What memory there is and what one page takes: facts for whoever decides how large the pool is."""
 
 import ctypes
-import os
-from pathlib import Path
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -11,6 +9,7 @@ from quire.config import ModelConfig
 from quire.device import kv_cache
 from quire.device.attention import choose_backend, get_backend
 from quire.device.models.padding import padded_config
+from quire.machine import read_memory
 
 
 def page_bytes(
@@ -58,12 +57,8 @@ def is_host_memory(mesh: Mesh) -> bool:
 
 
 def available_host_bytes() -> int:
-    """Bytes of host memory that nobody uses."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):  # not Linux: half of what is built in
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes of host memory that this process can still allocate, within the limits of its control groups."""
+    return read_memory().available
 
 
 def return_freed_memory() -> None:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from quire.config import DATA_AXIS, EXPERT_AXIS, MESH_AXES, MODEL_AXIS, parse_mesh
 from quire.field_error import FieldError
+from quire.machine import limit_threads
 
 SPREAD = "spread"
 """An axis that is split for no other reason than to hold a part of an array on each device."""
@@ -87,6 +88,7 @@ def make_row_major(array: Any) -> jax.Array:
 
 def make_mesh(devices: Sequence[Any] | None = None, *, expert: int = 1) -> Mesh:
     """A mesh over these devices; by default the first one this process can use. `expert`: the length of that axis."""
+    limit_threads()
     devices = jax.local_devices()[:1] if devices is None else devices
     if expert == 1:
         return Mesh(np.array(devices), (MODEL_AXIS,))
@@ -101,6 +103,7 @@ def mesh_of(given: EngineMesh | str | None) -> Mesh:
     if given is None:
         return make_mesh()
     text, engine = given if isinstance(given, EngineMesh) else (given, None)
+    limit_threads()
     sizes, devices = parse_mesh(text), jax.devices()
     size = math.prod(sizes.values())
     num_engines = sizes.pop(DATA_AXIS, 1)

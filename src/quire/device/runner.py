@@ -4,7 +4,6 @@ One program for each step shape, all compiled at warm-up. The pools of pages are
 updated in place. What compiles afterwards inside a run is counted, and is an error when the config says so.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from quire.device.inputs import (
     default_scores,
     with_defaults,
 )
-from quire.device.memory import return_freed_memory
+from quire.device.memory import is_host_memory, return_freed_memory
 from quire.device.mesh import place
 from quire.device.models.layers import Params
 from quire.device.models.tensors import has_tensor_names
@@ -48,6 +47,7 @@ from quire.device.models.weights import (
 from quire.device.programs import PAGE_COMMAND_WIDTH, PageProgram, Programs
 from quire.device.saved_programs import SavedPrograms
 from quire.field_error import FieldError
+from quire.machine import num_processors
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles = threading.local()
@@ -137,7 +137,7 @@ class ModelRunner:
         self._num_host_pages = tuple(num_host_pages)
         self._host = self._create_host_pages()
         """The pages in host memory, for each pool; none if nothing is ever swapped."""
-        self._compiled: dict[StepShape | PageProgram, Callable] = {}
+        self._compiled: dict[StepShape | PageProgram, jax.stages.Compiled] = {}
         """The program of each step shape, and those that handle pages, as `Programs` names them."""
         self._defaults = {
             shape: jax.tree.map(
@@ -168,13 +168,29 @@ class ModelRunner:
         """Compiled programs: one for each step shape, and small ones for page tables, copies, poison and moves."""
         return len(self._compiled)
 
+    @property
+    def growth_bytes(self) -> int:
+        """Bytes of host memory that steps can take beyond what is occupied after warm-up.
+
+        The largest program's temporaries, and pages that the system has not backed with memory yet.
+        """
+        pages = sum(host.num_bytes for host in self._host)
+        if not is_host_memory(self.mesh):
+            return pages
+        if kv_cache.is_committed_late(self.mesh):
+            pages += sum(array.nbytes for array in jax.tree.leaves(self._caches))
+        stats = [stats for program in self._compiled.values() if (stats := program.memory_analysis())]
+        return pages + max(
+            (one.temp_size_in_bytes + one.output_size_in_bytes - one.alias_size_in_bytes for one in stats), default=0
+        )
+
     def warm_up(self, progress: Callable[[int, int, str], None] | None = None) -> None:
         """Compile everything that will ever run.
 
         `progress(done, total, what)` is called from this thread before each program and after it: how many are ready,
         and what is loaded or compiled now.
         """
-        num_workers = os.cpu_count() or 1
+        num_workers = num_processors()
         report = progress or (lambda done, total, what: None)
         saved = SavedPrograms(self.programs)
         pool = ThreadPoolExecutor(num_workers)

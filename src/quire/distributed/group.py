@@ -19,6 +19,7 @@ from quire.device.mesh import make_mesh, mesh_of
 from quire.distributed.channel import Facts
 from quire.distributed.errors import GroupError
 from quire.field_error import FieldError
+from quire.machine import limit_threads
 
 KEY_VARIABLE = "QUIRE_GROUP_KEY"
 MIN_KEY_LEN = 16
@@ -85,6 +86,7 @@ def free_port(host: str) -> int:
 
 def prepare_jax(config: EngineConfig) -> None:
     """Before jax has looked for devices: how many a CPU has, and how processes on CPUs reach each other."""
+    limit_threads()
     if jax.distributed.is_initialized():
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -32,6 +32,10 @@ class LeaderRunner:
         return self._leader.failure
 
     @property
+    def growth_bytes(self) -> int:
+        return self._runner.growth_bytes
+
+    @property
     def num_compiles(self) -> int:
         return self._runner.num_compiles
 

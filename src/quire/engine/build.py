@@ -16,16 +16,19 @@ from quire.engine.draft_model import DraftModel, naming_draft
 from quire.engine.draft_packer import DraftPacker
 from quire.engine.packer import Packer
 from quire.engine.pool_size import (
+    HOST_RESERVE,
     check_memory,
-    default_pool_bytes,
     host_pages,
     own_windows,
     pages_beside,
+    pages_for_length,
     pages_of_row,
+    pool_budget,
     pool_pages,
     sequences_that_fit,
 )
 from quire.engine.step_shapes import draft_shapes, step_shapes
+from quire.machine import read_memory
 from quire.recording.recorder import RecordingScheduler
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
@@ -84,12 +87,13 @@ def size_pool(
     model: ModelConfig,
     max_model_len: int,
     mesh: Mesh,
-    default_budget: int,
+    free_bytes: int,
     draft: ModelConfig | None = None,
 ) -> PoolSizes:
     """The pages on the device: as many as the config asks for, or as its budget holds; none yet in host memory.
 
-    A page of the first pool is one of the draft model's, too.
+    A default budget is a share of `free_bytes`, and as much more as an explicit `max_model_len` needs. A page of the
+    first pool is one of the draft model's, too.
     """
     windows = own_windows(config, model, max_model_len)
     bytes_of = [
@@ -111,8 +115,10 @@ def size_pool(
     if config.num_pages:
         pages = pages_beside(config, config.num_pages, windows)
     else:
-        budget = config.memory_budget or default_budget
-        pages = pool_pages(config, max_model_len, budget=budget, page_bytes=bytes_of, windows=windows)
+        budget = pool_budget(config, free_bytes, is_host_memory=memory.is_host_memory(mesh))
+        sizes_of_pages = {"budget": budget, "page_bytes": bytes_of, "windows": windows}
+        pages = pool_pages(config, max_model_len, **sizes_of_pages)
+        pages = pages_for_length(config, max_model_len, pages, **sizes_of_pages)
     sizes = tuple(
         WindowPoolSize(window, count, min(pages_of_row(config, window), pages[0]))
         for window, count in zip(windows, pages[1:], strict=True)
@@ -124,18 +130,27 @@ def choose_pool(
     config: EngineConfig, model: ModelConfig, max_model_len: int, mesh: Mesh, draft: ModelConfig | None = None
 ) -> PoolSizes:
     """The pool that the config asks for, or that fits into the memory there is: engines share that of the host."""
-    free, available = memory.available_bytes(mesh), memory.available_host_bytes() // config.num_engines
-    if memory.is_host_memory(mesh):
-        free //= config.num_engines
-    budget = default_pool_bytes(free, is_host_memory=memory.is_host_memory(mesh))
-    pool = size_pool(config, model, max_model_len, mesh, budget, draft)
-    knob = "num_pages" if config.num_pages else "memory_budget"
-    check_memory(knob, pool.num_pages, num_bytes=pool.num_bytes, available_bytes=free)
+    on_host, limit = memory.is_host_memory(mesh), read_memory()
+    available = max(memory.available_host_bytes() - HOST_RESERVE, 0) // config.num_engines
+    free = available if on_host else memory.available_bytes(mesh)
+    within = f" beside {HOST_RESERVE >> 20} MiB for other things ({limit.limit / 2**30:.1f} GiB: {limit.source})"
+    pool = size_pool(config, model, max_model_len, mesh, free, draft)
+    knobs = ("num_pages", "memory_budget", "max_model_len")
+    knob = next((name for name in knobs if getattr(config, name) is not None), "memory_budget")
+    check_memory(knob, pool.num_pages, num_bytes=pool.num_bytes, available_bytes=free, within=within if on_host else "")
+    if on_host:
+        available -= pool.num_bytes
     with_windows = -(-pool.num_bytes // pool.num_pages)
     pool = pool._replace(
         num_host_pages=host_pages(config, pool.num_pages, page_bytes=with_windows, available_bytes=available)
     )
-    check_memory("num_host_pages", pool.num_host_pages, num_bytes=pool.num_host_bytes, available_bytes=available)
+    check_memory(
+        "num_host_pages",
+        pool.num_host_pages,
+        num_bytes=pool.num_host_bytes,
+        available_bytes=available,
+        within=within,
+    )
     return pool
 
 

@@ -63,6 +63,11 @@ class DraftingRunner:
         """What a person should know at start, each in one sentence."""
 
     @property
+    def growth_bytes(self) -> int:
+        """Bytes of host memory that steps of both can still take."""
+        return self.target.growth_bytes + self.draft.growth_bytes
+
+    @property
     def num_compiles(self) -> int:
         """Programs compiled since both were ready."""
         return self.target.num_compiles + self.draft.num_compiles

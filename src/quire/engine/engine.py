@@ -106,6 +106,8 @@ class Engine:
             if draft is not None:
                 runner = self._with_draft(runner, draft, mesh, progress)
         self.runner = runner
+        self.growth_bytes = runner.growth_bytes
+        """Bytes that this host's memory can still grow by, beyond what is occupied now that the engine is ready."""
         self.scheduler.costs.seconds_per_move = runner.seconds_per_move
         self.scheduler.costs.pages_per_move = runner.pages_per_move
         self._validator = RequestValidator(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from quire.config import EngineConfig, ModelConfig, WindowPoolSize
 from quire.field_error import FieldError
+from quire.memory_budget import budget_bytes
 
 DEVICE_SHARE = 0.85
 """Of what an accelerator has left once the weights are on it."""
@@ -17,6 +18,8 @@ HOST_SHARE = 0.25
 """Of the memory a host has free; it is not ours alone."""
 HOST_MOST = 4 << 30
 """Bytes of host memory, at most."""
+HOST_RESERVE = 384 << 20
+"""Bytes of host memory that are left beside weights and pages: for compiling, steps and requests."""
 FIRST_SHARE = 1 / 16
 """Of the budget: what the first pool gets in any case, if rows can use it. Where few layers or none see every position,
 its pages are small, and it is not for want of them that a long sequence should find no room."""
@@ -133,16 +136,60 @@ def host_pages(config: EngineConfig, num_pages: int, *, page_bytes: int, availab
     return min(num_pages // 2, int(available_bytes * HOST_SHARE) // page_bytes)
 
 
-def check_memory(knob: str, num_pages: int, *, num_bytes: int, available_bytes: int) -> None:
-    """Raise FieldError if the pages that a knob asks for, with those of windows, are more than the memory there is."""
+def check_memory(knob: str, num_pages: int, *, num_bytes: int, available_bytes: int, within: str = "") -> None:
+    """Raise FieldError if the pages that a knob asks for, with those of windows, are more than the memory there is.
+
+    `within` names the limit of that memory.
+    """
     if num_bytes > available_bytes:
         page_bytes = num_bytes // num_pages
         raise FieldError(
             f"{knob}: {num_pages:,} pages of {page_bytes:,} bytes are {num_bytes / 2**30:,.1f} GiB, and "
-            f"{available_bytes / 2**30:,.1f} GiB of memory are free; lower {knob}: "
+            f"{available_bytes / 2**30:,.1f} GiB of memory are free{within}; lower {knob}: "
             f"{available_bytes // page_bytes:,} pages would take all of it",
             field=knob,
         )
+
+
+def pages_for_length(
+    config: EngineConfig,
+    max_model_len: int,
+    pages: list[int],
+    *,
+    budget: int,
+    page_bytes: Sequence[int],
+    windows: Sequence[int] = (),
+) -> list[int]:
+    """Return `pages` of every pool, raised to what one sequence of an explicit `max_model_len` needs.
+
+    A default budget may be exceeded. An explicit `memory_budget` may not: FieldError if it cannot hold that sequence.
+    """
+    needed = _pages_for(config, max_model_len - 1)  # the last token that is drawn is never stored
+    if config.max_model_len is None or pages[0] >= needed:
+        return pages
+    least = [needed, *(min(needed, pages_of_row(config, window)) for window in windows)]
+    if config.memory_budget is None:
+        return [max(pair) for pair in zip(pages, least, strict=True)]
+    num_bytes = sum(count * size for count, size in zip(least, page_bytes, strict=True))
+    if num_bytes > budget:
+        raise FieldError(
+            f"max_model_len={max_model_len:,} is more than the {pages[0] * config.page_size:,} tokens that "
+            f"memory_budget={config.memory_budget!r} holds; raise memory_budget to at least {num_bytes:,} bytes, or "
+            "lower max_model_len",
+            field="max_model_len",
+        )
+    rows = [_pages_of_rows(config, window) for window in windows]
+    longest = _length_that_fits(budget - needed * page_bytes[0], page_bytes[1:], rows)
+    if longest < max(least[1:], default=0):
+        return least
+    return [needed, *(min(longest, needed, most) for most in rows)]
+
+
+def pool_budget(config: EngineConfig, free_bytes: int, *, is_host_memory: bool) -> int:
+    """Bytes for the pool, of those that its devices have free: what the config asks for, else a share."""
+    if config.memory_budget is not None:
+        return budget_bytes(config.memory_budget, free_bytes)
+    return default_pool_bytes(free_bytes, is_host_memory=is_host_memory)
 
 
 def default_pool_bytes(available_bytes: int, *, is_host_memory: bool) -> int:

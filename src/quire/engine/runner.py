@@ -32,6 +32,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def growth_bytes(self) -> int:
+        """Bytes of this host's memory that steps can take beyond what is occupied when the runner is ready."""
+        ...
+
+    @property
     def num_compiles(self) -> int:
         """Programs compiled since the runner was ready."""
         ...

@@ -21,6 +21,7 @@ from quire.async_llm.errors import UnavailableError
 from quire.async_llm.stream import Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats, add_up
+from quire.machine import read_memory, resident_bytes
 from quire.server.observe.shared_reading import SharedReading
 
 if TYPE_CHECKING:
@@ -144,6 +145,9 @@ class _EngineCollector(Collector):
         self._engine = engine
         self.stats: dict[int, EngineStats] = {}
         """The last reading of each engine."""
+        growth = sum(thread.llm.engine.growth_bytes for thread in engine.engines.threads)
+        self._most_memory = resident_bytes() + growth
+        """Bytes that this process can come to occupy."""
 
     def collect(self) -> Iterator[Metric]:
         engine, admission = self._engine, self._engine.admission
@@ -158,6 +162,10 @@ class _EngineCollector(Collector):
         yield _gauge("quire_waiting_tokens_limit", "tokens that may wait", admission.max_tokens)
         yield _counter("quire_rejections", "requests refused because the queue is full", admission.num_rejected)
         yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
+        host, growth = read_memory(), max(self._most_memory - resident_bytes(), 0)
+        yield _gauge("quire_memory_limit_bytes", "memory of the host that this process may use", host.limit)
+        yield _gauge("quire_memory_available_bytes", "memory that is free within that limit", host.available)
+        yield _gauge("quire_memory_growth_bytes", "memory that pages and steps can still take", growth)
         if len(engine.engines) > 1:
             yield from _each_engine(engine.engines.states)
         if stats is None:
