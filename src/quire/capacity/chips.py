@@ -23,7 +23,7 @@ class Chip:
     """As in a topology: `v6e` in `v6e:2x4`."""
     kind: str
     """JAX's `device_kind` of its devices. Cards of the same name with other memory have another."""
-    platform: Literal["tpu", "gpu"]
+    platform: Literal["tpu", "gpu", "cpu"]
     memory: int
     """Bytes of one chip that programs may use: less than is built in."""
     bandwidth: float

@@ -69,6 +69,8 @@ class CompilerError:
 def unavailable_reason(topology: Topology) -> str | None:
     """Why programs for such chips cannot be compiled here; None if they can."""
     platform = topology.chip.platform
+    if platform == "cpu":
+        return "an engine on a CPU compiles its programs when it starts"
     if importlib.util.find_spec(MODULES[platform]) is None:
         return f"the compiler for {topology.chip.name} is not installed: {INSTALL[platform]}"
     if platform == "gpu" and topology.chip.name not in GPU_DESCRIPTIONS:

@@ -18,6 +18,8 @@ from quire.config import AttentionConfig, ModelConfig
 from quire.device.attention import LayerKV, paged_attention
 from quire.device.inputs import BatchLayout, StepShape, default_embed, default_rounds, default_samples
 from quire.device.kv_cache import Caches
+from quire.device.linear import choose_kind, convert, linear
+from quire.device.mesh import sharding
 from quire.device.programs import Programs
 
 PAGE_SIZE = 16
@@ -191,6 +193,20 @@ def memory_bandwidth(device: Any, num_bytes: int, *, passes: int = 10) -> float:
         array = jax.block_until_ready(program(array))
         seconds.append(time.perf_counter() - start)
     return 2 * num_bytes * passes / min(seconds)
+
+
+def matmul_speed(mesh: Mesh, dtype: str, *, num_tokens: int = 512, width: int = 2048) -> float:
+    """Return the multiplications and additions per second of the engine's matmul without quantisation."""
+    ones = partial(jnp.ones, dtype=dtype, device=sharding(mesh))
+    weight = convert(ones((width, width)), 0, choose_kind("auto", None, dtype, mesh))
+    program, x = jax.jit(linear), ones((num_tokens, width))
+    jax.block_until_ready(program(x, weight))  # compiles
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        jax.block_until_ready(program(x, weight))
+        seconds.append(time.perf_counter() - start)
+    return 2 * num_tokens * width * width / min(seconds)
 
 
 def decode_seconds(size: StepSize, mesh: Mesh) -> float:

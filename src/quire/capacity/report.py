@@ -25,6 +25,13 @@ WORDS = (
     "and all at the same time. What a device really does is less; quire doctor measures it there."
 )
 
+MACHINE_WORDS = (
+    "An estimate from shapes, from the memory that is free now, and from two speeds measured just now, which other "
+    "processes slow down. Norms, the sampler and the host's work are not counted, and attention is counted at the "
+    "speed of matmuls. Whether the programs compile is not known. While weights are read they take the same memory "
+    "with --quantize as without it. quire bench throughput MODEL measures the model itself."
+)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -45,6 +52,16 @@ class Plan:
     programs: list[CompiledProgram | CompilerError]
     """What the compiler said; empty if none was asked."""
     why_not_compiled: str | None
+
+    @property
+    def is_of_this_machine(self) -> bool:
+        """True if the plan is for the CPU of this machine, false if it is for a slice."""
+        return self.topology.chip.platform == "cpu"
+
+    @property
+    def words(self) -> str:
+        """What the figures are, and what they are not."""
+        return MACHINE_WORDS if self.is_of_this_machine else WORDS
 
     @property
     def is_compiled(self) -> bool:
@@ -129,7 +146,7 @@ class Plan:
             "quantize": self.config.quantize,
             "source": self.source,
             "why_not_compiled": self.why_not_compiled,
-            "words": WORDS,
+            "words": self.words,
             "memory_bytes_per_chip": self.memory,
             "weights_bytes_per_chip": self.weights,
             "pool_bytes_per_chip": self.pool,

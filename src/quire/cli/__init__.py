@@ -294,16 +294,15 @@ def _doctor_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _plan_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = (
-        "What a slice of accelerators holds of a model, and how fast it is at best, before there is a slice. Asks the "
-        "compiler for those chips if it is installed, else computes from shapes."
+        "Estimate memory and speed of a model on this machine, or with --topology on a slice of accelerators, before "
+        "there is a slice. Asks the compiler for those chips if it is installed, else computes from shapes."
     )
-    parser = commands.add_parser(
-        "plan", help="what a model takes and gives on a slice of accelerators", description=text
-    )
+    help_text = "estimate memory and speed of a model here, on a TPU slice or on GPUs"
+    parser = commands.add_parser("plan", help=help_text, description=text)
     text = "a folder with config.json (weights are not needed), a config.json, or a GGUF file"
     parser.add_argument("model", metavar="MODEL", help=text)
-    text = "chips: v5e:2x2, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:8, a100:8"
-    parser.add_argument("--topology", metavar="NAME", required=True, help=text)
+    text = "chips: v5e:2x2, v5p:2x2x1, v6e:2x4, tpu7x:2x2x1, h100:8, a100:8. Default: the CPU of this machine."
+    parser.add_argument("--topology", metavar="NAME", help=text)
     parser.add_argument("--json", metavar="FILE", help="one JSON object; - for the last line of standard output")
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="do not ask a compiler: seconds")
     _engine_flags(parser, only=PLAN_KNOBS)

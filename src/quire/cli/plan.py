@@ -1,4 +1,4 @@
-"""`quire plan MODEL --topology v6e:2x4`: what a slice holds of a model and gives at best, without the slice."""
+"""`quire plan MODEL [--topology v6e:2x4]`: memory and speed of a model on this machine, or on a slice at best."""
 
 import argparse
 import json
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quire.capacity.compiled import unavailable_reason
-from quire.capacity.report import WORDS, Plan, make_plan
-from quire.capacity.topology import parse_topology
+from quire.capacity.report import Plan, make_plan
+from quire.capacity.topology import Topology, parse_topology
 from quire.cli import PLAN_KNOBS
 from quire.config import EngineConfig
 from quire.field_error import FieldError
@@ -19,9 +19,11 @@ WIDTH = 100
 
 def run(args: argparse.Namespace) -> int:
     """Print the plan; 1 if the model does not fit, or the compiler refuses a program."""
-    topology, config = parse_topology(args.topology), EngineConfig(**{name: getattr(args, name) for name in PLAN_KNOBS})
+    config = EngineConfig(**{name: getattr(args, name) for name in PLAN_KNOBS})
+    topology = None if args.topology is None else parse_topology(args.topology)
     if args.json not in (None, "-") and not Path(args.json).parent.is_dir():
         raise FieldError(f"json={args.json!r}: there is no folder {str(Path(args.json).parent)!r}", field="json")
+    topology = topology or _this_machine(config)
     if args.compile and unavailable_reason(topology) is None:
         print("quire: compiling two programs, which takes minutes; --no-compile takes seconds", file=sys.stderr)
     plan = make_plan(Path(args.model).expanduser(), config, topology, compile_it=args.compile)
@@ -33,6 +35,12 @@ def run(args: argparse.Namespace) -> int:
     return 0 if plan.fits else 1
 
 
+def _this_machine(config: EngineConfig) -> Topology:
+    from quire.capacity.this_machine import machine_topology
+
+    return machine_topology(config.dtype)
+
+
 def _lines(plan: Plan) -> Iterator[str]:
     yield from _memory(plan)
     yield ""
@@ -42,7 +50,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield ""
     yield from _speed(plan)
     yield ""
-    yield from textwrap.wrap(WORDS, WIDTH)
+    yield from textwrap.wrap(plan.words, WIDTH)
     for source in plan.topology.chip.sources:
         yield f"  {source}"
 
@@ -50,9 +58,10 @@ def _lines(plan: Plan) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     topology, chip = plan.topology, plan.topology.chip
     devices = f", {chip.devices_per_chip} devices each" if chip.devices_per_chip > 1 else ""
-    yield f"{plan.model_name} on {topology.name}: {topology.num_chips} chip{'s' * (topology.num_chips > 1)}{devices}"
+    chips = f"{topology.name}: {topology.num_chips} chip{'s' * (topology.num_chips > 1)}{devices}"
+    yield f"{plan.model_name} on {'the CPU of this machine' if plan.is_of_this_machine else chips}"
     yield ""
-    yield f"memory of each chip       {_gib(plan.memory)}"
+    yield f"{'memory that it may use' if plan.is_of_this_machine else 'memory of each chip':<26}{_gib(plan.memory)}"
     yield f"  weights                 {_gib(plan.weights)}"
     tokens = plan.footprint.num_pages * plan.config.page_size
     windows = "".join(f" + {size.num_pages:,} for windows of {size.window:,}" for size in plan.footprint.windows)
@@ -71,7 +80,11 @@ def _verdict(plan: Plan) -> str:
     if not plan.has_room:
         less = "" if plan.weights > plan.memory else ", or fewer --num-pages"
         why = ", not even its weights" if plan.weights > plan.memory else ""
-        return f"it does not fit{why}: take more chips, --quantize int8-weights or int4-weights{less}"
+        if plan.is_of_this_machine:
+            ways = "free memory or raise its limit, take a smaller model, --quantize int8 or int4"
+        else:
+            ways = "take more chips, --quantize int8-weights or int4-weights"
+        return f"it does not fit{why}: {ways}{less}"
     if not plan.fits:
         return "it does not run: the compiler refuses a program"
     if plan.errors:
@@ -100,15 +113,21 @@ def _collectives(plan: Plan) -> Iterator[str]:
 
 
 def _speed(plan: Plan) -> Iterator[str]:
-    yield f"a step at best, ms ({plan.decode_context:,} positions a row)"
-    yield f"  {'':<16}{'memory':>9}{'compute':>9}{'links':>9}{'step':>9}{'tokens/s':>12}   limited by"
+    kind = "estimated" if plan.is_of_this_machine else "at best"
+    yield f"a step {kind}, ms ({plan.decode_context:,} positions a row)"
+    yield f"  {'':<16}{'memory':>10}{'compute':>10}{'links':>10}{'step':>10}{'tokens/s':>12}   limited by"
     named = [(f"decode {rows}", time) for rows, time in plan.decode.items()]
     for name, time in [*named, (f"prefill {plan.prefill.num_tokens}", plan.prefill)]:
         parts = (time.memory, time.compute, time.interconnect, time.seconds)
-        shown = "".join(f"{seconds * 1e3:>9.3f}" for seconds in parts)
-        yield f"  {name:<16}{shown}{time.tokens_per_second:>12,.0f}   {time.limit}"
+        shown = "".join(_number(seconds * 1e3) for seconds in parts)
+        yield f"  {name:<16}{shown}{_number(time.tokens_per_second, decimals=1):>12}   {time.limit}"
     held = plan.footprint.num_sequences(plan.decode_context, plan.config.page_size)
     yield f"  the pool holds {held:,} such rows; more than max_num_seqs={plan.config.max_num_seqs} never run at once"
+
+
+def _number(value: float, decimals: int = 3) -> str:
+    """A number in ten columns, with decimals where it is below 1,000."""
+    return f"{value:>10,.{decimals if value < 1000 else 0}f}"
 
 
 def _gib(num_bytes: int) -> str:
