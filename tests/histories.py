@@ -174,6 +174,8 @@ class History:
 
     def __init__(self, seed: int = 0, *, tokenizer: Tokenizer | None = TOKENIZER, **knobs) -> None:
         self.random = random.Random(seed)
+        self.has_tenants = seed % 2 == 1
+        """Whether requests with a salt are of another tenant than those without."""
         knobs = {
             "page_size": 2,
             "num_pages": 12,
@@ -264,6 +266,7 @@ class History:
             params=params,
             priority=rng.choice((0, 0, 0, 1, -1)),
             cache_salt=salt,
+            tenant=salt if self.has_tenants else "",
             keeps_end=keeps_end,
             scores_draws=params.max_tokens == 0 and can_score_draws(params),
             stream=rng.random() < 0.2,
@@ -325,7 +328,8 @@ class History:
             self.met.update((what, name) for name in FIELDS if getattr(params, name) != getattr(DEFAULTS, name))
 
     def step(self) -> None:
-        first = min((s for s in self.alive), key=lambda s: s.order, default=None)
+        is_one_tenant = len({s.request.tenant for s in self.alive}) == 1  # among several, clocks decide
+        first = min(self.alive, key=lambda s: s.order) if is_one_tenant else None
         before = first and (first.num_computed, len(first.tokens))
         had_work, runs_before = self.engine.has_work, self.runner.num_runs
         drafted_before = self.engine.stats().drafted_tokens

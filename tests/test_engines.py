@@ -259,6 +259,17 @@ def test_weights_sleep_and_abort_reach_all():
     run(main)
 
 
+def test_weights_of_tenants_reach_all():
+    async def main() -> None:
+        async with opened(None, None) as llm:
+            llm.set_tenant_weights({"a": 3})
+            assert await llm.call_all(lambda e: e.scheduler.tenants.of("a").weight) == [3, 3]
+            with pytest.raises(FieldError, match=r"weights\['a'\]=0 must be a number from 0.001 to 1,000"):
+                llm.set_tenant_weights({"a": 0})
+
+    run(main)
+
+
 def test_an_engine_whose_weights_could_not_be_set_serves_no_more():
     async def main() -> None:
         async with opened(None, None) as llm:

@@ -7,6 +7,7 @@ on, all that was asked for ends and every page comes back.
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -32,8 +33,9 @@ def standing_clock() -> float:
     return 0.0
 
 
-def beginning(windows: tuple[int | None, ...], window_pages: tuple[int, ...]) -> History:
+def beginning(windows: tuple[int | None, ...], window_pages: tuple[int, ...], has_tenants: bool) -> History:
     history = History(
+        int(has_tenants),
         tokenizer=None,
         windows=windows,
         window_pages=window_pages,
@@ -54,6 +56,7 @@ def operations(history: History) -> Iterator[tuple[str, Callable[[History], obje
     engine, scheduler = history.engine, history.engine.scheduler
     yield "step", History.step
     for request in REQUESTS[history.num_requests :][:1]:
+        request = replace(request, tenant=request.id if history.has_tenants else "")
         yield f"add {request.id}", lambda h, request=request: h.admit(request)
     for i, sequence in enumerate(history.alive):
         yield f"abort {i}", lambda h, i=i: h.abort_one(h.alive[i])
@@ -92,7 +95,9 @@ def signature(history: History) -> tuple:
             ),
         )
 
+    tenants = ((t.clock, t.owed, t.is_new, t.place) for t in scheduler.tenants) if history.has_tenants else ()
     return (
+        *(tuple(tenants), scheduler.tenants.now if history.has_tenants else 0),
         *(tuple(map(one, history.alive)), history.num_requests, tuple(one(s) for s in scheduler.running)),
         tuple(sorted(map(one, scheduler.waiting))),
         tuple((key, tuple(map(one, value))) for key, value in scheduler.waiting_for_prompt.items()),
@@ -114,16 +119,17 @@ def books(pool: PagePool) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("windows", "window_pages"),
+    ("windows", "window_pages", "has_tenants"),
     [
-        pytest.param((None,), (), id="every position"),
-        pytest.param((None, 2), (), id="a window", marks=pytest.mark.nightly),
-        pytest.param((None, 2), (3,), id="a window with the pages of one sequence"),
+        pytest.param((None,), (), False, id="every position"),
+        pytest.param((None,), (), True, id="a tenant for each request"),
+        pytest.param((None, 2), (), False, id="a window", marks=pytest.mark.nightly),
+        pytest.param((None, 2), (3,), False, id="a window with the pages of one sequence"),
     ],
 )
-def test_every_state_of_four_pages_and_three_requests(windows, window_pages):
+def test_every_state_of_four_pages_and_three_requests(windows, window_pages, has_tenants):
     start = time.monotonic()
-    first = beginning(windows, window_pages)
+    first = beginning(windows, window_pages, has_tenants)
     assert len(first.engine.scheduler.tables.windows) == len(windows) - 1
     drains: set[int] = set()
     seen = {hash(signature(first))}

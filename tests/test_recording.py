@@ -72,12 +72,14 @@ def recording(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_is_decided_again(seed, tmp_path):
-    """Forks, aborts in flight, failing steps, weights, resets, grammars, kept ends, windows, scores."""
+    """Forks, aborts in flight, failing steps, weights, tenants, resets, grammars, kept ends, windows, scores."""
     path = tmp_path / "history"
     windows = (None, 4) if seed % 3 == 0 else (None,)
     knobs = {"max_rounds": 1 + seed % 4, "windows": windows, "prefix_cache": seed != 5, "drafts": 8 * (seed % 2)}
     history = History(seed, record=str(path), **knobs)
     history.evict = history.engine.clear_prefix_cache  # all of it: a part is nothing that an engine can be asked for
+    if history.has_tenants:
+        history.engine.set_tenant_weights({"tenant": 3})
     for _ in range(300):
         history.play(history.random.choices(RULES, WEIGHTS.values())[0])
     history.engine.sleep()

@@ -33,7 +33,8 @@ OUTPUT = RequestOutput(list(range(1000)), [COMPLETION] + [replace(COMPLETION, in
         ),
         (
             Request(id="r", prompt_token_ids=tuple(range(100)), params=SamplingParams(n=2)),
-            "Request(id='r', prompt_token_ids=(0, 1, 2, 3, 4, 5, 6, 7, ... 92 more), params=SamplingParams(n=2))",
+            "Request(id='r', prompt_token_ids=(0, 1, 2, 3, 4, 5, 6, 7, ... 92 more), params=SamplingParams(n=2), "
+            "tenant='')",
         ),
         (
             tiny_config(),

@@ -142,6 +142,40 @@ def test_samples_share_their_prompt():
     assert outcome.cached_tokens >= 2 * 15
 
 
+def crowded(streams: int, tenants: tuple[str, str]) -> Traffic:
+    """Streams of one tenant, open all the time, and short requests of another, one after the other."""
+    long, short = ({"tenant": name} for name in tenants)
+    arrivals = [Arrival(0.0, 12, [60], more=long) for _ in range(streams * 4)]
+    arrivals += [Arrival(5.0 + 2 * i, 12, [16], more=short) for i in range(20)]
+    return Traffic(arrivals)
+
+
+@pytest.mark.parametrize("streams", [30, 250])
+def test_a_tenant_does_not_wait_for_the_streams_of_another(streams):
+    """Its time to the first token is that of its prompt in a step with others, and of the step before."""
+    config = replace(CONFIG, num_pages=512, max_num_seqs=8, max_num_samples=8, max_num_batched_tokens=64)
+    cost = replace(CALIBRATION, decode={8: 0.01}, mixed={64: 0.02})
+    fair = run_fleet(crowded(streams, ("a", "b")), config, cost)
+    alone = run_fleet(Traffic(crowded(streams, ("a", "b")).arrivals[-20:]), config, cost)
+    fifo = run_fleet(crowded(streams, ("a", "a")), config, cost)
+    waits = [max(np.array(one.first_token)[-20:] - np.array(one.arrived)[-20:]) for one in (fair, alone, fifo)]
+    dispatch = cost.seconds(PlanSize(8, 8, 4, 8 * 76)) + cost.seconds(PlanSize(8, 64, 1, 64 * 40))
+    assert waits[0] <= 3 * waits[1] + dispatch
+    assert waits[0] < waits[2] / 5
+    assert max(fair.last_token) <= 1.03 * max(fifo.last_token)
+    own = summarise(fair, 1)["tenants"]
+    assert own["b"]["requests"] == 20
+    assert own["b"]["first_token_s_p95"] <= waits[0]
+    assert "tenants" not in summarise(fifo, 1)
+
+
+def test_weights_of_tenants_decide_who_waits():
+    traffic = Traffic([Arrival(0.0, 12, [20], more={"tenant": name}) for _ in range(60) for name in "ab"])
+    outcome = run_fleet(traffic, CONFIG, CALIBRATION, tenant_weights={"a": 4})
+    own = summarise(outcome, 1)["tenants"]
+    assert own["a"]["first_token_s_mean"] < 0.7 * own["b"]["first_token_s_mean"]
+
+
 # -- the fleet -------------------------------------------------------------------------------------------------------
 
 
@@ -301,6 +335,13 @@ def test_a_csv_has_an_end(tmp_path, monkeypatch):
     monkeypatch.setattr(traffic_module, "MAX_CSV_ROWS", 10)
     with pytest.raises(ValueError, match="more than 10 rows"):
         read_trace(write_trace(tmp_path / "trace.csv"))
+
+
+def test_a_trace_may_name_tenants(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(f"tenant,{LENGTHS}\na,1,2\n,3,4\n")
+    traffic = read_trace(path, requests=3)
+    assert [one.more for one in traffic.arrivals] == [{"tenant": "a"}, {}, {"tenant": "a"}]
 
 
 def test_a_recording_is_traffic(tmp_path):

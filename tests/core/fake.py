@@ -75,7 +75,7 @@ class Arrivals:
         self.count = 0
 
     def __call__(
-        self, prompt_len: int, max_tokens: int = 4, *, priority: int = 0, eos=frozenset(), **params
+        self, prompt_len: int, max_tokens: int = 4, *, priority: int = 0, tenant: str = "", eos=frozenset(), **params
     ) -> Sequence:
         self.count += 1
         request = Request(
@@ -83,6 +83,7 @@ class Arrivals:
             prompt_token_ids=tuple(range(100, 100 + prompt_len)),
             params=SamplingParams(max_tokens=max_tokens, **params),
             priority=priority,
+            tenant=tenant,
         )
         return Sequence(request, index=0, arrival=self.count, seed=0, max_tokens=max_tokens, eos_ids=frozenset(eos))
 

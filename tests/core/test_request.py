@@ -128,3 +128,12 @@ def test_an_error_of_a_request_carries_its_field_its_code_and_its_id():
     assert (error.field, error.code, error.request_id) == ("prompt", "context_length_exceeded", "a")
     assert (str(error), error.message) == ("request a: the prompt is too long", "the prompt is too long")
     assert (str(RequestError("no")), RequestError("no").field, RequestError("no").code) == ("no", None, "invalid_value")
+
+
+def test_a_request_without_a_tenant_belongs_to_its_salt():
+    params = SamplingParams()
+    assert Request(id="a", prompt_token_ids=(1,), params=params, cache_salt="x").tenant == "x"
+    assert Request(id="a", prompt_token_ids=(1,), params=params, cache_salt="x", tenant="").tenant == ""
+    for wrong in (3, "x" * 1025):
+        with pytest.raises(FieldError, match=r"tenant=.* must be a string of at most 1024 characters"):
+            Request(id="a", prompt_token_ids=(1,), params=params, tenant=wrong)  # pyright: ignore

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.core import preemption
 from quire.core.audit import audit
 from quire.core.errors import RequestError
 from quire.core.sequence import SequenceState
@@ -220,6 +221,28 @@ def test_nobody_is_preempted_for_a_request_that_would_not_fit_anyway(arrive):
     s.add(big)
     s.schedule()
     assert low.state is SequenceState.RUNNING
+
+
+@pytest.mark.parametrize(("prompt_len", "gets_in"), [(40, True), (41, False)])
+@pytest.mark.parametrize("windows", [(), ((8, 64),)], ids=["no_window", "window"])
+def test_pages_are_not_looked_at_for_a_request_that_all_candidates_could_not_make_room_for(
+    arrive, monkeypatch, prompt_len, gets_in, windows
+):
+    """It may wait for long: steps would cost the pages that all of them hold."""
+    looked_at, add = [], preemption._Room.add
+    monkeypatch.setattr(preemption._Room, "add", lambda room, victim: (looked_at.append(victim), add(room, victim)))
+    s = scheduler(num_pages=16, page_size=4, budget=64, windows=windows)
+    equal, lows = arrive(16, 9, priority=1), [arrive(4, 9) for _ in range(3)]
+    for sequence in (equal, *lows):
+        s.add(sequence)
+    run(s, steps=1)  # of 16 pages, the first holds or was promised 6, and each of the others 3
+    head = arrive(prompt_len, 9, priority=1)
+    s.add(head)
+    step = s.schedule()
+    assert (head in [row.sequence for row in step.rows]) == gets_in
+    assert len(looked_at) == (3 if gets_in else 0)
+    assert equal.state is SequenceState.RUNNING
+    audit(s)
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_numbers(arrive):

@@ -13,7 +13,7 @@ import asyncio
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -36,6 +36,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Version
 from quire.core.stopping import Grammar
+from quire.core.tenants import checked_weights
 from quire.device.mesh import EngineMesh
 from quire.embedding import Pooling, check_dimensions
 from quire.engine.engine import Engine
@@ -242,18 +243,22 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int = 0,
         group: str = "",
+        tenant: str | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> RequestOutput:
         """Continue one prompt, text or token ids, to its end; `asyncio.gather` many of these to batch them.
 
         Without `params` the model's own defaults are used. Prefixes are found in the cache only under the same
-        `cache_salt`; a higher `priority` runs first; of several engines, requests of a `group` go to the same one.
+        `cache_salt`. Tenants that wait are served in proportion to their weights (`set_tenant_weights`); without
+        `tenant` it is the salt. Among requests of one tenant a higher `priority` runs first. Of several engines,
+        requests of a `group` go to the same one.
+
         RequestError if the request is wrong, DeadlineError (a TimeoutError) if it has not ended after `timeout_s`
         seconds, OverloadError if too many wait, UnavailableError if the engine is closed or gone, GenerationError if it
         failed on this one. A request that `abort` ends returns what it has, with finish reason "abort".
         """
-        request = await self._request(prompt, params, cache_salt, priority, group, request_id, stream=False)
+        request = await self._request(prompt, params, cache_salt, priority, group, tenant, request_id, stream=False)
         stream = await self._submit_one(request, timeout_s)
         try:
             texts = [update.text for update in await stream.read_all()]
@@ -269,6 +274,7 @@ class AsyncLLM:
         cache_salt: str = "",
         priority: int = 0,
         group: str = "",
+        tenant: str | None = None,
         timeout_s: float | None = None,
         request_id: str | None = None,
     ) -> TextStream:
@@ -280,7 +286,7 @@ class AsyncLLM:
         request_id = request_id or _new_id()
 
         async def submit() -> Stream:
-            request = await self._request(prompt, params, cache_salt, priority, group, request_id, stream=True)
+            request = await self._request(prompt, params, cache_salt, priority, group, tenant, request_id, stream=True)
             return await self._submit_one(request, timeout_s)
 
         return TextStream(request_id, submit)
@@ -407,6 +413,16 @@ class AsyncLLM:
 
         return sum(await self._call_all([change] * len(self.engines), changes="its weights are older than the others'"))
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share each engine among waiting tenants in proportion to these, from its next step on.
+
+        Each is from 0.001 to 1,000. This replaces all weights: a tenant that is not named has the weight 1. It does
+        not wait.
+        """
+        checked = checked_weights(weights)
+        for thread in self.engines.threads:
+            thread.call(lambda engine: engine.set_tenant_weights(checked))
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
     def submit(
@@ -490,6 +506,7 @@ class AsyncLLM:
         cache_salt: str,
         priority: int,
         group: str,
+        tenant: str | None,
         request_id: str | None,
         *,
         stream: bool,
@@ -503,6 +520,7 @@ class AsyncLLM:
             priority=priority,
             cache_salt=cache_salt,
             group=group,
+            tenant=tenant,
             stream=stream,
         )
 

@@ -328,7 +328,7 @@ def _simulate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = "share of the data sheet's speed that steps reach; 1, the bound itself, is never reached (1)"
     group.add_argument("--efficiency", type=float, default=1.0, metavar="F", help=text)
     group = parser.add_argument_group("traffic")
-    text = "a CSV of num_prefill_tokens, num_decode_tokens and perhaps arrived_at, as in bench/traces"
+    text = "a CSV of num_prefill_tokens, num_decode_tokens and perhaps arrived_at and tenant, as in bench/traces"
     group.add_argument("--trace", metavar="FILE", help=text)
     group.add_argument("--recording", metavar="FILE", help="or what --record wrote")
     text = "the first N; a trace begins anew when it ends (all of it)"
@@ -338,6 +338,8 @@ def _simulate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     group.add_argument("--rate", type=_rates, default=[None], metavar="R,...", help=text)
     text = "every prompt begins with one of G beginnings of N tokens"
     group.add_argument("--shared-prefix", type=_numbers, metavar="N,G", help=text)
+    text = "share of the engine of each tenant that waits, relative to the others (1 each)"
+    group.add_argument("--tenant-weights", type=_weights, default={}, metavar="NAME=W,...", help=text)
     group = parser.add_argument_group("fleet")
     group.add_argument("--replicas", type=_numbers, default=[1], metavar="N,...", help="engines, one line for each (1)")
     group.add_argument("--routing", default="prefix", metavar="NAME", help="prefix, least or turns (prefix)")
@@ -365,6 +367,11 @@ def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=text, **how)
     text = "commit, branch or tag on the hub (main)"
     parser.add_argument("--revision", metavar="NAME", help=text)
+
+
+def _weights(text: str) -> dict[str, float]:
+    """Numbers by name from a text such as `alice=2,bob=0.5`."""
+    return {name: float(weight) for name, _, weight in (part.rpartition("=") for part in text.split(","))}
 
 
 def _numbers(text: str) -> list[int]:

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
 def _write(results: Iterator[Result], put: Callable[[str], None], *, as_json: bool) -> None:
     for result in results:
         shown = {name: value for name, value in result.items() if name in SHOWN or name in ("rate", "swept", "enough")}
+        for tenant, own in result.get("tenants", {}).items():
+            shown |= {f"first_token_s_p95[{tenant}]": own["first_token_s_p95"]}
         words = (
             f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
         )
@@ -73,7 +75,8 @@ def _results(args: argparse.Namespace) -> Iterator[Result]:
 
 def _simulate(args: argparse.Namespace, setting: Setting, traffic: Traffic) -> Iterator[Result]:
     def one(replicas: int) -> Result:
-        outcome = run_fleet(traffic, setting.config, setting.cost, replicas=replicas, routing=setting.routing)
+        how = {"replicas": replicas, "routing": setting.routing, "tenant_weights": args.tenant_weights}
+        outcome = run_fleet(traffic, setting.config, setting.cost, **how)
         return summarise(outcome, replicas)
 
     if args.target_first_token is None and args.target_inter_token is None:

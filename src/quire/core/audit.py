@@ -3,6 +3,7 @@
 A finding is an AuditError that names the page or the sequence. `pool_stats` are the same facts as numbers.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -10,6 +11,7 @@ from itertools import chain
 import numpy as np
 
 from quire.core.errors import AuditError
+from quire.core.preemption import place
 from quire.core.scheduler import Scheduler
 from quire.core.sequence import Sequence, SequenceState
 
@@ -19,11 +21,12 @@ def audit(scheduler: Scheduler) -> None:
     tables = scheduler.tables
     for sequence in scheduler.running:
         _check_running(scheduler, sequence)
-    if any(a.order > b.order for a, b in zip(scheduler.running, scheduler.running[1:], strict=False)):
+    if any(place(a) > place(b) for a, b in zip(scheduler.running, scheduler.running[1:], strict=False)):
         raise AuditError("the running list is out of order")
     for sequence in chain(scheduler.waiting, *scheduler.waiting_for_prompt.values()):
         _check_queued(scheduler, sequence)
     _check_families(scheduler)
+    _check_tenants(scheduler)
     for i, pool in enumerate(tables.pools):
         cached = pool.prefix_cache.pages if pool.prefix_cache else ()
         pool.allocator.audit(chain((page for s in scheduler.running for page in s.tables[i]), cached))
@@ -103,6 +106,25 @@ def _check_families(scheduler: Scheduler) -> None:
                 raise AuditError(f"{name} is finished and holds {num_held} pages")
         elif sequence not in somewhere:
             raise AuditError(f"{name} is {sequence.state} and nobody knows it")
+
+
+def _check_tenants(scheduler: Scheduler) -> None:
+    """Each tenant counts its sequences; what is not counted has no share."""
+    tenants = scheduler.tenants
+    running, waiting = (Counter(s.tenant for s in part) for part in (scheduler.running, scheduler.waiting))
+    for name, tenant in tenants.items():
+        if (tenant.num_running, tenant.num_waiting) != (running[tenant], waiting[tenant]):
+            raise AuditError(
+                f"tenant {name!r} counts {tenant.num_running} running and {tenant.num_waiting} waiting sequences, and "
+                f"has {running[tenant]} and {waiting[tenant]}"
+            )
+    active = running.keys() | waiting.keys()
+    total = sum(tenant.weight for tenant in active)
+    is_wrong = abs(tenants.active_weight - total) > 1e-6 * total or tenants.num_active != len(active)
+    if is_wrong or tenants.running.keys() != running.keys():
+        raise AuditError(
+            f"{tenants.num_active} tenants of weight {tenants.active_weight} are active, not {len(active)}"
+        )
 
 
 def _members(sequences: set[Sequence]) -> Iterator[Sequence]:

@@ -21,10 +21,13 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
-    """Higher runs first; the same priority runs in order of arrival."""
+    """Among requests of one tenant, higher runs first; the same priority runs in order of arrival."""
     cache_salt: str = ""
     """Requests find each other's prefixes in the cache only under the same salt: give each tenant its own.
     None is the same as none."""
+    tenant: str | None = None
+    """The tenant whose share of the engine this request uses: tenants that wait are served in proportion to their
+    weights. None is replaced by `cache_salt`."""
     group: str = ""
     """Where there are several engines, requests of one group and salt go to the same one, as long as that has room:
     a conversation, or attempts at one task. Those that begin alike meet without it."""
@@ -48,6 +51,11 @@ class Request:
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"
             raise FieldError(message, field="cache_salt")
+        if self.tenant is None:
+            object.__setattr__(self, "tenant", self.cache_salt)
+        if not isinstance(self.tenant, str) or len(self.tenant) > MAX_SALT_LEN:
+            message = f"tenant={self.tenant!r} must be a string of at most {MAX_SALT_LEN} characters"
+            raise FieldError(message, field="tenant")
         if not isinstance(self.group, str) or len(self.group) > MAX_GROUP_LEN:
             message = f"group={self.group!r} must be a string of at most {MAX_GROUP_LEN} characters"
             raise FieldError(message, field="group")

@@ -11,7 +11,8 @@ drawn their first token from its logits; then they queue for rows of their own, 
 Costs are linear in what runs and independent of what waits and of the pool's size. Refuses to know: tensors, text.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from operator import add
@@ -20,14 +21,14 @@ from quire.core.commit import accept_pooled, accept_scores, accept_tokens, compu
 from quire.core.draft_kv import DraftKV
 from quire.core.draft_pages import DraftPages
 from quire.core.drafts import FIRST_DRAFTS, UNKNOWN, Drafter, Guesses
-from quire.core.errors import AuditError
 from quire.core.forks import fork_of
 from quire.core.page_tables import PageCounts, PageTables
 from quire.core.plan import Row, StepPlan, StepResult
 from quire.core.planner import Planner, add_drafts, most_unseen, reserve_rounds
-from quire.core.preemption import PreemptionCosts, num_victims, prefers_swap
+from quire.core.preemption import PRICE, Limits, PreemptionCosts, choose_victims, place, prefers_swap
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.core.stopping import FinishReason
+from quire.core.tenants import Tenant, Tenants
 from quire.core.waiting import WaitingQueue
 
 WATCHED_ROUNDS = 4
@@ -65,10 +66,11 @@ class Scheduler:
             self.draft_kv = DraftKV(pages, max_len=draft_len, max_tokens=max_num_batched_tokens)
         self.preemption = preemption
         self.costs = PreemptionCosts()
-        self.waiting = WaitingQueue()
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self.tenants)
         """Sequences without a row, waiting or swapped."""
         self.running: list[Sequence] = []
-        """In order; the last one is the first to be preempted."""
+        """In order of tenants by their clocks, then of each tenant; the last one is the first to be preempted."""
         self.waiting_for_prompt: dict[str, list[Sequence]] = {}
         """Request id -> sequences that wait for the first of their family to compute the prompt."""
         self.num_recomputes = 0
@@ -130,13 +132,19 @@ class Scheduler:
             self.waiting_for_prompt.pop(sequence.request.id, None)
         return True
 
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share rows and tokens in proportion to these from now on; a tenant that is not named has the weight 1."""
+        self.tenants.set_weights(weights)
+
     def reset(self) -> int:
         """Abort everything and say how many that were. Costs what lives, never what the pool could hold."""
-        aborted = [*self.running, *self.waiting, *chain.from_iterable(self.waiting_for_prompt.values())]
+        waiting = list(self.waiting)
+        aborted = [*self.running, *waiting, *chain.from_iterable(self.waiting_for_prompt.values())]
         for sequence in aborted:
             self._finish(sequence, FinishReason.ABORT)
+        for sequence in waiting:
+            self.waiting.discard(sequence)
         self.running = []
-        self.waiting = WaitingQueue()
         self.waiting_for_prompt = {}
         self.in_flight = None
         return len(aborted)
@@ -147,6 +155,7 @@ class Scheduler:
         """Decide the next step and reserve its pages."""
         if self.in_flight is not None:
             raise RuntimeError("the last plan is not committed; commit(N) comes before schedule(N+1)")
+        self._order_running()
         self._make_room_for_head()
         planner = Planner(self.max_num_batched_tokens, self.max_num_samples, self.running)
         if self._plan_running(planner) and self.waiting and len(self.running) < self.max_num_seqs:
@@ -175,15 +184,12 @@ class Scheduler:
         """
         preemptions_before = self.num_preemptions
         running, page_size = self.running, self.tables.page_size
-        head = self.waiting.peek()
-        if head is not None and running and head.order > running[-1].order:
-            head = None  # its place is behind everybody
-        position = 0
+        head_position, position = self._head_position(), 0
         while position < len(running):
             sequence = running[position]
-            if head is not None and head.order < sequence.order:
+            if head_position is not None and head_position <= position:
                 got_in = self._admit_head(planner, self.tables.num_promised(running))
-                head = self.waiting.peek() if got_in else None
+                head_position = self._head_position() if got_in else None
                 position = running.index(sequence)  # behind whoever got in
                 continue
             computed = sequence.num_computed
@@ -198,6 +204,11 @@ class Scheduler:
                 planner.add(sequence, num_tokens, self.waiting_for_prompt.get(sequence.request.id, ()))
             position += 1
         return self.num_preemptions == preemptions_before
+
+    def _head_position(self) -> int | None:
+        """Where the head of the queue would come in the running list; None if nothing waits."""
+        head = self.waiting.peek()
+        return None if head is None else bisect_left(self.running, place(head), key=place)
 
     def _admit_head(self, planner: Planner, promised: PageCounts) -> bool:
         """Start the head of the queue if a row, tokens and pages are there, beside those promised to who runs.
@@ -218,8 +229,9 @@ class Scheduler:
                 head.num_cached_tokens = prefix.num_tokens
         tables.start(head, prefix)
         head.move_to(SequenceState.RUNNING)
-        insort(self.running, head, key=_order)
+        insort(self.running, head, key=place)
         tables.grow(head, head.num_computed + num_tokens)
+        head.charge(prefix.num_tokens, head.num_computed + num_tokens)
         planner.started.append(head)
         planner.add(head, num_tokens, self.waiting_for_prompt.get(head.request.id, ()))
         return True
@@ -287,19 +299,29 @@ class Scheduler:
         if most > 1:
             reserve_rounds(plan, self.tables, most)
 
-    def _make_room_for_head(self) -> None:
-        """Preempt who comes after the head of the queue, when that lets it in.
+    def _order_running(self) -> None:
+        """Put the tenants that were served less before those that were served more, each in its own order."""
+        order = self.tenants.begin_step()
+        if len(order) > 1:
+            rows: dict[Tenant, list[Sequence]] = {tenant: [] for tenant in order}
+            for sequence in self.running:
+                rows[sequence.tenant].append(sequence)
+            self.running[:] = chain.from_iterable(rows.values())
 
-        Who goes may be a relative whose pages the head would have begun with. Then more may have to go.
+    def _make_room_for_head(self) -> None:
+        """Preempt running sequences, when that lets the head of the queue in.
+
+        A victim may be a relative whose pages the head would have begun with. Then more may have to go.
         """
-        limits = {"max_num_seqs": self.max_num_seqs, "max_num_tokens": self.max_num_batched_tokens}
+        limits = Limits(self.max_num_seqs, self.max_num_batched_tokens)
         head = self.waiting.peek()
         while head is not None and self.running:
-            count = num_victims(head, self.running, self.tables, **limits)
-            if count == 0:
+            victims = choose_victims(head, self.running, self.tables, self.tenants, limits)
+            if not victims:
                 return
-            for _ in range(count):
-                self._preempt(self.running[-1])
+            for victim in victims:
+                self._preempt(victim)
+                head.tenant.owed += PRICE * (victim.tenant is not head.tenant)
 
     # -- preempt -------------------------------------------------------------------------------------------------
 
@@ -313,10 +335,11 @@ class Scheduler:
         self._put_back(sequence, swap=swap)
 
     def _preempt(self, victim: Sequence) -> None:
-        """Take the pages of the last running sequence."""
-        removed = self.running.pop()
-        if removed is not victim:
-            raise AuditError(f"preempting {victim.request.id}, but the last running is {removed.request.id}")
+        """Take the row and the pages of a running sequence."""
+        if self.running[-1] is victim:  # the usual case, and O(1)
+            self.running.pop()
+        else:
+            self.running.remove(victim)
         self._put_back(victim)
 
     def _put_back(self, victim: Sequence, *, swap: bool | None = None) -> None:
@@ -331,6 +354,7 @@ class Scheduler:
             self.num_recomputes += 1
         victim.preemptions += 1
         self.waiting.push(victim)
+        self.tenants.stop(victim.tenant)
 
     def _prefers_swap(self, victim: Sequence) -> bool:
         if self.preemption == "auto":
@@ -443,14 +467,18 @@ class Scheduler:
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence, first = row.sequence, row.first
-                sequence.num_computed = computed_end(row)
+                sequence.num_computed = end = computed_end(row)
+                charged = sequence.num_charged
+                if end > charged:  # `Sequence.charge`, inlined: this runs once for each row of each step
+                    sequence.tenant.clock += (end - (first if first > charged else charged)) / sequence.tenant.weight
+                    sequence.num_charged = end
                 if first == 0:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
                     sequence.kv_weights = None  # two; stays so until it is computed anew
                 if (len(sequence.pages) - 1) * page_size >= sequence.num_computed:
                     self.tables.trim(sequence)
-                if sequence.num_computed >= (sequence.num_published + 1) * page_size:
+                if end >= (sequence.num_published + 1) * page_size:
                     self.tables.publish(sequence)
                 if sequence.windows:
                     self.tables.slide(sequence)
@@ -494,6 +522,8 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.request.keeps_end and reason is not FinishReason.ABORT:
             self.tables.publish_end(sequence)
+        if sequence.state is SequenceState.RUNNING:
+            self.tenants.stop(sequence.tenant)
         sequence.finish(reason)
         self.tables.release(sequence)
 
@@ -503,7 +533,3 @@ def _wants_host_soon(row: Row) -> bool:
     sequence = row.sequence
     is_drafted = sequence.drafter is not None and sequence.num_tokens < sequence.drafter.hopes_until
     return sequence.request.stream or sequence.grammar is not None or is_drafted
-
-
-def _order(sequence: Sequence) -> tuple[int, int, int]:
-    return sequence.order

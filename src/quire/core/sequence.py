@@ -22,6 +22,7 @@ from quire.core.drafts import Drafter, Guesses
 from quire.core.errors import StateError
 from quire.core.request import Request
 from quire.core.stopping import FinishReason, Grammar, StopDetector
+from quire.core.tenants import Tenant
 from quire.short_repr import short_repr
 
 
@@ -104,11 +105,14 @@ class Sequence:
     __slots__ = (
         "arrival", "detokenizer", "drafter", "eos_ids", "family", "finish_reason", "grammar", "has_stop_strings",
         "hash_root", "host_pages", "index", "kv_weights", "logprobs", "mask", "max_tokens", "next_index",
-        "num_cached_tokens", "num_computed", "num_failures", "num_inherited", "num_published", "num_stop_tokens",
-        "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent", "pooled_D",
-        "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "sampling_record", "seed", "state",
-        "stop_ids", "weight_versions", "windows",
+        "num_cached_tokens", "num_charged", "num_computed", "num_failures", "num_inherited", "num_published",
+        "num_stop_tokens", "num_tokens", "order", "output_token_ids", "page_hashes", "pages", "params", "parent",
+        "pooled_D", "preemptions", "priority", "prompt_len", "prompt_logprobs", "request", "sampling_record", "seed",
+        "state", "stop_ids", "tenant", "weight_versions", "windows",
     )  # fmt: skip
+
+    tenant: Tenant
+    """Of its request: known once it waits for a row."""
 
     def __init__(
         self,
@@ -161,6 +165,8 @@ class Sequence:
         """From its start on, one for each pool of layers that see only a window."""
         self.num_computed = 0
         """Positions whose KV is in the pages."""
+        self.num_charged = 0
+        """Positions from the front that its tenant was charged for, or found computed."""
         self.num_published = 0
         """Pages at the front of the table that the prefix cache knows as these."""
         self.num_cached_tokens = 0
@@ -318,6 +324,12 @@ class Sequence:
         if self.num_output >= self.params.min_tokens:
             return ()
         return self.stop_ids
+
+    def charge(self, first: int, end: int) -> None:
+        """Charge the tenant for computing the positions `first .. end-1`, as far as it was not charged before."""
+        if end > self.num_charged:
+            self.tenant.charge(end - max(first, self.num_charged))
+            self.num_charged = end
 
     def move_to(self, state: SequenceState) -> None:
         """Change state along the transition table."""

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -303,6 +303,14 @@ class Engine:
             seed=sequence.seed if params.seed is None else params.seed,
             max_tokens=self._validator.max_tokens(request),
         )
+
+    @owner_only
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """Share rows and tokens among waiting tenants in proportion to these from the next step on.
+
+        Each is from 0.001 to 1,000. This replaces all weights: a tenant that is not named has the weight 1.
+        """
+        self.scheduler.set_tenant_weights(weights)
 
     def check(self, request: Request, grammar: Grammar | None = None) -> int:
         """Raise RequestError if a request can never run; returns how many tokens each sequence may generate.

@@ -7,7 +7,7 @@ and pages that hold the same tokens are known by hashes under a key that is forg
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -80,6 +80,11 @@ class RecordingScheduler(WatchedScheduler):
             return False
         with self._told(["abort", sequence.arrival, sequence.index]):
             return super().abort(sequence)
+
+    def set_tenant_weights(self, weights: Mapping[str, float]) -> None:
+        """See `Scheduler`."""
+        super().set_tenant_weights(weights)
+        self._write(["tenants", {name and self._name(name.encode()): weight for name, weight in weights.items()}])
 
     def reset(self) -> int:
         """See `Scheduler`."""
@@ -191,6 +196,8 @@ class RecordingScheduler(WatchedScheduler):
                 more[name] = value
         if request.cache_salt:
             more["salt"] = self._name(request.cache_salt.encode())
+        if request.tenant:
+            more["tenant"] = self._name(request.tenant.encode())
         if sequence.grammar is not None:
             more["grammar"] = True
         return more

@@ -29,7 +29,7 @@ MAX_LIVE = 1 << 20
 MAX_LIVE_TOKENS = 1 << 26
 NAME_LEN = 16
 """Hexadecimal digits of a page's name."""
-MORE = {*FIELDS, "logprobs", "priority", "salt", "stream", "keeps_end", "grammar"}
+MORE = {*FIELDS, "logprobs", "priority", "salt", "tenant", "stream", "keeps_end", "grammar"}
 """What a request may say beside its lengths."""
 REASONS = {str(reason): reason for reason in FinishReason}
 
@@ -173,6 +173,7 @@ class Replay:
             "weights": self._set_version,
             "fail": self._fail,
             "recompute": self._recompute,
+            "tenants": self.scheduler.set_tenant_weights,
             "reset": self._reset,
             "lose_pages": self.scheduler.lose_pages,
             "lose_pending_swaps": self.scheduler.lose_pending_swaps,

@@ -69,6 +69,7 @@ def stand_in(
     index: int = 0,
     priority: int = 0,
     salt: str = "",
+    tenant: str = "",
     stream: bool = False,
     keeps_end: bool = False,
     grammar: bool = False,
@@ -81,6 +82,7 @@ def stand_in(
         params=stand_in_params(max_tokens=max_tokens, **params),
         priority=priority,
         cache_salt=salt,
+        tenant=tenant,
         stream=stream,
         keeps_end=keeps_end,
     )

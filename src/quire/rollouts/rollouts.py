@@ -187,6 +187,7 @@ class Rollouts:
         *,
         group: Hashable = None,
         cache_salt: str = "",
+        tenant: str | None = None,
         priority: int = 0,
         wait_s: float | None = None,
         keeps_end: bool = False,
@@ -198,14 +199,15 @@ class Rollouts:
 
         With a `group`, all that is under way under that name is handed out together when it has ended, by `collect` and
         by iterating. Without one, only the future has it. `keeps_end` is for prompts that go on from one another's
-        answers, as those of a `session` do.
+        answers, as those of a `session` do. Tenants that wait are served in proportion to their weights; `tenant`
+        defaults to `cache_salt`.
 
         RequestError if a prompt can never run. Where `max_pending` is reached this waits for room, at most `wait_s`
         seconds, then raises OverloadError.
         """
         given = plain(prompts)
         try:
-            fields = {"cache_salt": cache_salt, "priority": priority, "keeps_end": keeps_end}
+            fields = {"cache_salt": cache_salt, "tenant": tenant, "priority": priority, "keeps_end": keeps_end}
             ready = self.llm.checked(given, params, **fields)
         except RuntimeError:
             self._check_open()
@@ -229,9 +231,9 @@ class Rollouts:
                 self._thread.add(state)
         return call.future
 
-    def session(self, token_ids: Sequence[int] = (), *, cache_salt: str = "") -> Session:
+    def session(self, token_ids: Sequence[int] = (), *, cache_salt: str = "", tenant: str | None = None) -> Session:
         """Begin a sequence of many turns, with these tokens: `send` appends tokens and has them answered."""
-        return Session(self.submit, token_ids, cache_salt)
+        return Session(self.submit, token_ids, cache_salt, tenant)
 
     def _wait_for_room(self, wait_s: float | None) -> None:
         """Until there is room for one more call. (Lock held.)"""

@@ -18,12 +18,17 @@ class Session:
     """Turns of one sequence, as `Rollouts.session` begins them. One thread at a time may use it."""
 
     def __init__(
-        self, submit: Callable[..., Future[RequestOutput]], token_ids: Sequence[int] = (), cache_salt: str = ""
+        self,
+        submit: Callable[..., Future[RequestOutput]],
+        token_ids: Sequence[int] = (),
+        cache_salt: str = "",
+        tenant: str | None = None,
     ) -> None:
         """`submit` is that of `Rollouts`."""
         self._submit = submit
         self._token_ids = _checked(token_ids)
         self._cache_salt = cache_salt
+        self._tenant = tenant
         self._turn: Future[RequestOutput] | None = None
         """The answer that has not been taken over yet."""
 
@@ -63,13 +68,13 @@ class Session:
         if params is not None and params.n != 1:
             raise ValueError(f"n={params.n} answers to go on from: a session has one; fork() makes others")
         prompt = [*self.token_ids, *_checked(token_ids)]
-        how = {"group": group, "priority": priority, "wait_s": wait_s}
+        how = {"group": group, "priority": priority, "wait_s": wait_s, "tenant": self._tenant}
         self._turn = self._submit(prompt, params, cache_salt=self._cache_salt, keeps_end=True, **how)
         return self._turn
 
     def fork(self) -> "Session":
         """Another session with the tokens of this one, and its KV: both go on from there."""
-        return Session(self._submit, self.token_ids, self._cache_salt)
+        return Session(self._submit, self.token_ids, self._cache_salt, self._tenant)
 
 
 def _checked(token_ids: Any) -> list[int]:

@@ -8,7 +8,7 @@ import gc
 import heapq
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -98,6 +98,7 @@ class Outcome:
     num_tokens: array = field(default_factory=lambda: array("q"))
     """Generated, by all its samples."""
     engine: array = field(default_factory=lambda: array("i"))
+    tenant: list[str] = field(default_factory=list)
     busy_seconds: float = 0.0
     """Of all engines together."""
     steps: int = 0
@@ -115,24 +116,34 @@ def run_fleet(
     *,
     replicas: int = 1,
     routing: str = "prefix",
+    tenant_weights: Mapping[str, float] | None = None,
 ) -> Outcome:
     """Send all traffic through a fleet, to its end."""
     was_collecting = gc.isenabled()
     gc.disable()  # what ends is taken apart by hand; the collector would look at all arrivals again and again
     try:
-        return _run_fleet(traffic, config, cost, replicas, routing)
+        return _run_fleet(traffic, config, cost, replicas, routing, tenant_weights or {})
     finally:
         if was_collecting:
             gc.enable()
 
 
-def _run_fleet(traffic: Traffic, config: SchedulerConfig, cost: Cost, replicas: int, routing: str) -> Outcome:
+def _run_fleet(
+    traffic: Traffic,
+    config: SchedulerConfig,
+    cost: Cost,
+    replicas: int,
+    routing: str,
+    tenant_weights: Mapping[str, float],
+) -> Outcome:
     if not 1 <= replicas <= MAX_REPLICAS:
         raise FieldError(f"replicas={replicas} must be from 1 to {MAX_REPLICAS:,}", field="replicas")
     if routing not in POLICIES:
         raise FieldError(f"routing={routing!r} must be one of {', '.join(POLICIES)}", field="routing")
     started = time.perf_counter()
     engines = [SimulatedEngine(config, cost, traffic) for _ in range(replicas)]
+    for engine in engines:
+        engine.scheduler.set_tenant_weights(tenant_weights)
     policy = POLICIES[routing](engines, traffic) if replicas > 1 else InTurn(engines, traffic)
     arrivals, count = traffic.arrivals, len(traffic.arrivals)
     nothing = bytes(8 * count)
@@ -173,6 +184,7 @@ def _run_fleet(traffic: Traffic, config: SchedulerConfig, cost: Cost, replicas: 
         outcome.steps += engine.num_steps
         outcome.preemptions += engine.scheduler.num_preemptions
         outcome.cached_tokens += engine.scheduler.cached_tokens
+    outcome.tenant = [arrival.more.get("tenant", "") for arrival in arrivals]
     outcome.prompt_tokens = sum(arrival.prompt_len for arrival in arrivals)
     outcome.host_seconds = time.perf_counter() - started
     return outcome

@@ -10,6 +10,9 @@ from quire.simulate.fleet import MAX_REPLICAS, Outcome
 
 Result = dict[str, Any]
 
+MAX_TENANTS = 100
+"""Tenants with numbers of their own, by name."""
+
 
 def summarise(outcome: Outcome, replicas: int) -> Result:
     """Speeds, latencies and shares of one simulation."""
@@ -27,6 +30,14 @@ def summarise(outcome: Outcome, replicas: int) -> Result:
         "prompt_tokens_per_s": outcome.prompt_tokens / seconds,
     }
     result |= _latencies("first_token_s", first - arrived) | _latencies("inter_token_s", between)
+    names = sorted(set(outcome.tenant))[:MAX_TENANTS]
+    if len(names) > 1:
+        rows = {name: np.array([name == tenant for tenant in outcome.tenant]) for name in names}
+        result["tenants"] = {
+            name: {"requests": int(own.sum()), "tokens": int(tokens[own].sum())}
+            | _latencies("first_token_s", (first - arrived)[own])
+            for name, own in rows.items()
+        }
     return result | {
         "busy": outcome.busy_seconds / seconds / replicas,
         "steps": outcome.steps,

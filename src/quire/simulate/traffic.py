@@ -1,7 +1,7 @@
 """Requests by their lengths and moments: from a CSV of a trace, or from a recording.
 
 A CSV has the columns `num_prefill_tokens` and `num_decode_tokens`, and `arrived_at` in seconds; without that, requests
-come at random moments, as many a second as are asked for.
+come at random moments, as many a second as are asked for. A column `tenant` names the tenant of each request.
 """
 
 import csv
@@ -69,24 +69,25 @@ def read_trace(path: Path, *, requests: int | None = None, scale: float = 1.0, m
     """Requests of a CSV, lengths times `scale`; repeated from its beginning when it has fewer than are asked for."""
     arrivals, offset = [], 0.0
     rows = list(_rows(path))
+    more: dict[str, dict[str, Any]] = {name: {"tenant": name} if name else {} for *_, name in rows}
     if not rows:
         raise FieldError(f"trace={str(path)!r} has no requests", field="trace")
     span = rows[-1][0] + rows[-1][0] / max(len(rows) - 1, 1) or float(len(rows))
     while True:
-        for at, *lengths in rows:
+        for at, *lengths, tenant in rows:
             if requests is not None and len(arrivals) == requests:
                 return Traffic(arrivals)
             prompt_len, new_tokens = (max(round(length * scale), 1) for length in lengths)
             if max_len is not None:
                 new_tokens = min(new_tokens, max_len // 2)
                 prompt_len = min(prompt_len, max_len - new_tokens)
-            arrivals.append(Arrival(offset + at, prompt_len, [new_tokens]))
+            arrivals.append(Arrival(offset + at, prompt_len, [new_tokens], more=more[tenant]))
         if requests is None:
             return Traffic(arrivals)
         offset += span
 
 
-def _rows(path: Path) -> Iterator[tuple[float, int, int]]:
+def _rows(path: Path) -> Iterator[tuple[float, int, int, str]]:
     rng, random_time, first = random.Random(0), 0.0, None
     try:
         with open(path, newline="") as file:
@@ -99,13 +100,13 @@ def _rows(path: Path) -> Iterator[tuple[float, int, int]]:
                 prompt_len, new_tokens = int(row["num_prefill_tokens"]), int(row["num_decode_tokens"])
                 if not 0 <= at - first < 1e9 or not 0 <= prompt_len < 1 << 24 or not 0 <= new_tokens < 1 << 24:
                     raise ValueError(f"line {number}")
-                yield at - first, prompt_len, new_tokens
+                yield at - first, prompt_len, new_tokens, row.get("tenant") or ""
     except OSError as error:
         raise FieldError(f"trace={str(path)!r} cannot be read: {error.strerror}", field="trace") from None
     except (KeyError, TypeError, ValueError, csv.Error, UnicodeDecodeError) as error:
         if isinstance(error, FieldError):
             raise
-        columns = "num_prefill_tokens, num_decode_tokens and perhaps arrived_at"
+        columns = "num_prefill_tokens, num_decode_tokens and perhaps arrived_at and tenant"
         raise FieldError(f"trace={str(path)!r} is no CSV with {columns}: {error}", field="trace") from None
 
 
@@ -132,7 +133,9 @@ def read_recording(path: Path) -> Traffic:
     for _, time_us, arrival, prompt_len, max_tokens, more in asked:
         lengths = [ended[arrival, i][0] for i in range(more.get("n", 1)) if (arrival, i) in ended]
         if max_tokens and any(lengths):
-            known = {name: more[name] for name in ("priority", "stream", "max_rounds", "grammar") if name in more}
+            known = {
+                name: more[name] for name in ("tenant", "priority", "stream", "max_rounds", "grammar") if name in more
+            }
             names = ended[arrival, 0][1] if (arrival, 0) in ended else ()
             arrivals.append(Arrival(time_us / 1e6, prompt_len, [max(n, 1) for n in lengths], None, names, known))
     if not arrivals:

@@ -98,6 +98,7 @@ async def parse_embeddings(service: Service, body: schema.EmbeddingsRequest, cal
             params=params,
             priority=priority,
             cache_salt=salt,
+            tenant=caller.tenant,
         )
         for prompt in prompts
     ]

@@ -320,6 +320,7 @@ def _parsed_request(
             params=params,
             priority=checked_priority(service, body.priority),
             cache_salt=caller.salt(body.cache_salt or ""),
+            tenant=caller.tenant,
             group=body.prompt_cache_key or "",
             stream=stream,
         )
