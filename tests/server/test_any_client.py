@@ -230,7 +230,7 @@ def test_a_response_names_what_was_ignored(server, stream):
         assert response.headers[HEADER] == "colour, bad??x??y"
         assert response.headers["x"] is None
         response.read()
-    server.wait_for_line('"what": "unknown field ignored"', '"field": "colour"')
+    server.wait_for_line('"event": "unknown field ignored"', '"field": "colour"')
 
 
 def test_a_chat_that_is_too_long_is_about_its_messages(server):

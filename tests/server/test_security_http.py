@@ -276,7 +276,7 @@ def test_a_client_that_leaves_before_its_body_is_complete_is_no_error_of_ours(lo
         lines = ("Content-Type: application/json", "Content-Length: 1000")
         client.sendall(head("/v1/completions", *lines, method="POST", key=KEY) + b"{")
         time.sleep(0.2)
-    locked.wait_for_line('"path": "/v1/completions"', '"method": "POST"', start=num_lines)
+    locked.wait_for_line('"route": "/v1/completions"', '"method": "POST"', start=num_lines)
     new = locked.lines[num_lines:]
     assert not [line for line in new if '"level": "error"' in line or '"status": 500' in line]
 

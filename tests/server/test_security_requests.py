@@ -393,7 +393,7 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
 
 def _first_request(server) -> int:
     """The first line of the log that is about a request; what stands before is about the start."""
-    return next(i for i, line in enumerate(server.lines) if '"what": "request"' in line)
+    return next(i for i, line in enumerate(server.lines) if '"event": "request"' in line)
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from quire.async_llm.errors import GenerationError, UnavailableError, error_location
+from quire.async_llm.errors import GenerationError, UnavailableError, described
 from quire.async_llm.heartbeat import STALLED_AFTER_S, Heartbeat
 from quire.async_llm.page_feed import PageFeed
 from quire.async_llm.updates import Update
@@ -236,7 +236,7 @@ class EngineThread:
             while self._take_inbox(engine):
                 self._step(engine)
         except BaseException as error:
-            _log.critical("the engine's thread ends", extra=_described(error))
+            _log.critical("the engine's thread ends", extra=described(error))
             self._cause = error
         self._end()
 
@@ -300,7 +300,7 @@ class EngineThread:
         """A step failed. When that goes on, everything ends, and for a while nothing is taken."""
         self.num_failed_steps += 1
         self._num_failed_in_a_row += 1
-        _log.error("a step failed", extra=_described(error))
+        _log.error("a step failed", extra=described(error))
         self._deliver()
         is_over = self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW
         for state in list(self._states.values()):
@@ -322,7 +322,7 @@ class EngineThread:
         except RequestError as error:
             self._post(state, state.on_failed, error)
         except Exception as error:  # its message may tell of the inside
-            _log.error("a request was not added", extra=_described(error))
+            _log.error("a request was not added", extra=described(error))
             self._post(state, state.on_failed, _failure(error))
         else:
             self._states[state.request.id] = state
@@ -388,7 +388,7 @@ class EngineThread:
                 raise ValueError("the grammar allows no token that could follow")
             self._deliver_tokens(state, event.sequence, event.token_ids, event.finish_reason)
         except Exception as error:  # a bug of ours with one request is not the others'
-            _log.error("an update failed", extra=_described(error))
+            _log.error("an update failed", extra=described(error))
             self._forget(state)
             self.llm.engine.abort_soon(state.request.id)  # the step that is under way may have it
             self._post(state, state.on_failed, _failure(error))
@@ -434,7 +434,3 @@ def _failure(cause: BaseException) -> GenerationError:
 def _caused[E: Exception](error: E, cause: BaseException | None) -> E:
     error.__cause__ = cause
     return error
-
-
-def _described(error: BaseException) -> dict[str, str]:
-    return {"error": type(error).__name__, "at": error_location(error)}

@@ -1,7 +1,12 @@
 """The errors of requests that are refused, or that cannot be finished. A request that is wrong is a RequestError."""
 
+import errno
+import logging
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+
+_log = logging.getLogger("quire.async_llm")
 
 
 class GenerationError(Exception):
@@ -35,7 +40,24 @@ class OverloadError(Exception):
         self.retry_after_s = retry_after_s
 
 
-def error_location(error: BaseException) -> str:
-    """Where an error was raised, for a log: its message may quote a request, and does not belong there."""
+def notify(call: Callable[..., object], *args: object) -> None:
+    """Call an observer and log what it raises: no request and no step depends on an observer."""
+    try:
+        call(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _log.error("an observer failed", extra=described(error))
+
+
+def described(error: BaseException) -> dict[str, str]:
+    """Return fields for a log line about an error. Its message is left out, because it may quote a request."""
+    fields = {"error": type(error).__name__, "location": _location(error)}
+    if isinstance(error, OSError) and error.errno is not None:
+        fields["errno"] = errno.errorcode.get(error.errno, str(error.errno))
+    return fields
+
+
+def _location(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     return ", ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in frames[-3:])

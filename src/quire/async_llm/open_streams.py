@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -11,7 +10,7 @@ from functools import partial
 from quire.async_llm.admission import Admission, Work
 from quire.async_llm.engine_thread import EngineThread
 from quire.async_llm.engines import Engines
-from quire.async_llm.errors import DeadlineError, GenerationError, UnavailableError, error_location
+from quire.async_llm.errors import DeadlineError, GenerationError, UnavailableError, notify
 from quire.async_llm.loop_mailbox import LoopMailbox
 from quire.async_llm.observer import Observer
 from quire.async_llm.stream import Stream
@@ -22,8 +21,6 @@ from quire.core.stopping import Grammar
 
 CHECK_EVERY_S = 1.0
 """How often somebody who waits looks whether the engine's thread is alive."""
-
-_log = logging.getLogger("quire.async_llm")
 
 
 class OpenStreams:
@@ -239,7 +236,7 @@ class OpenStreams:
 
     def _tell_of_end(self, stream: Stream, failure: str | None) -> None:
         for observer in self._observers:
-            _tell(observer.on_end, stream, failure)
+            notify(observer.on_end, stream, failure)
 
     # -- called by a stream, on its loop ------------------------------------------------------------------------------
 
@@ -251,20 +248,13 @@ class OpenStreams:
     def on_tokens(self, stream: Stream, update: Update, now: float) -> None:
         """Tokens have come; the stream's times are still those of the tokens before."""
         for observer in self._observers:
-            _tell(observer.on_tokens, stream, update.index, now, len(update.token_ids))
+            notify(observer.on_tokens, stream, update.index, now, len(update.token_ids))
 
     def close(self, stream: Stream, error: Exception | None) -> None:
         """A stream has ended, by itself or with an error."""
         if self._remove(stream):
             stream.finish(error)
             self._tell_of_end(stream, error and _reason(error))
-
-
-def _tell(call: Callable[..., None], *args: object) -> None:
-    try:
-        call(*args)
-    except Exception as error:  # a client's tokens do not depend on who watches
-        _log.error("an observer failed", extra={"error": type(error).__name__, "at": error_location(error)})
 
 
 def _reason(error: Exception) -> str:

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -29,14 +28,11 @@ def run(args: argparse.Namespace) -> int:
     from quire.async_llm.async_llm import engine_meshes
     from quire.llm import LLM
 
-    def ready(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     loads = [
         partial(LLM, args.model, revision=args.revision, **knobs | {"mesh": mesh}) for mesh in engine_meshes(args.mesh)
     ]
     name = model_name(args.model, args.revision)
-    asyncio.run(serve(loads, name, config, keys, admin_keys, on_ready=ready))
+    asyncio.run(serve(loads, name, config, keys, admin_keys))
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect
 
-from quire.async_llm.errors import GenerationError, OverloadError, UnavailableError, error_location
+from quire.async_llm.errors import GenerationError, OverloadError, UnavailableError, described
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
 
@@ -75,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, message, param=error.field, code=error.code)
     if isinstance(error, ValueError):
         return ApiError(400, str(error), code="invalid_value")
-    _log.error("internal error", extra={"error": type(error).__name__, "at": error_location(error)})
+    _log.error("internal error", extra=described(error))
     return ApiError(500, "internal error", code="internal")
 
 

@@ -25,7 +25,7 @@ from quire.server.http.connections import limited
 from quire.server.http.debug import Admin
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
-from quire.server.logs import set_up_logs
+from quire.server.logs import announce, printed_as_log, set_up_logs
 from quire.server.observe.metrics import Metrics
 from quire.server.observe.telemetry import Telemetry
 from quire.server.observe.trace_log import TraceLog
@@ -56,13 +56,8 @@ async def serve(
     config: ServerConfig,
     keys: Keys,
     admin_keys: Keys,
-    *,
-    on_ready: Callable[[str], None] = print,
 ) -> None:
-    """Serve the LLM that a function opens, or several of one model, until a signal stops it.
-
-    `on_ready` gets lines on how far it is, where to reach it, and that it stops.
-    """
+    """Serve the LLM that a function opens, or several of one model, until a signal stops it."""
     check_exposure(config, keys, admin_keys)
     _prepare_process(config)
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
@@ -75,10 +70,12 @@ async def serve(
     observers: list[Observer | None] = [metrics, trace_log if admin_listener else None, telemetry]
     stopped = _stop_signal()
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
+        running.enter_context(printed_as_log())
         admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
         watching = [observer for observer in observers if observer]
         engine = AsyncLLM.from_factory(*open_llms, admission=admission, observers=watching)
-        on_ready(f"quire: loading {model_name}; what has not been compiled before is compiled now")
+        detail = f"loading {model_name}; what has not been compiled before is compiled now"
+        announce("loading", detail, model=model_name)
         await _load(engine, stopped)
         if telemetry:
             running.push_async_callback(asyncio.to_thread, telemetry.close)
@@ -89,12 +86,13 @@ async def serve(
         if admin_listener:
             app = Admin(service, config, trace_log).app(admin_keys)
             await running.enter_async_context(_serving(app, config, admin_listener))
-            on_ready(f"quire: to look inside, {_url(admin_listener)}/debug")
-        where = f"{_url(listener)}/v1"
+            announce("admin", f"to look inside, {_url(admin_listener)}/debug", url=_url(admin_listener))
+        where, urls = f"{_url(listener)}/v1", {"url": _url(listener)}
         if rpc:
             await rpc.start(service)
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
+            urls["grpc"] = rpc.address
         api = Api(service, config, metrics, store)
         app = api.app(keys, admin_keys)
         if api.batches and store:
@@ -104,15 +102,15 @@ async def serve(
         serving = await running.enter_async_context(_serving(app, config, listener))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
-        on_ready(f"quire: ready on {where}; serving {model_name}{page}")
+        announce("ready", f"ready on {where}; serving {model_name}{page}", model=model_name, **urls)
         failed = asyncio.create_task(_until_failed(engine))
         await asyncio.wait((serving, stopped, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
-            await _end(engine, on_ready)
+            await _end(engine)
         failed.cancel()
         if api.batches:
             await api.batches.stop()  # the next server goes on with them
-        await _drain(engine, config, on_ready)
+        await _drain(engine, config)
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
@@ -188,23 +186,22 @@ async def _until_failed(engine: AsyncLLM) -> None:
         await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _end(engine: AsyncLLM, on_stop: Callable[[str], None]) -> None:
+async def _end(engine: AsyncLLM) -> None:
     """The engine will never step again: say so for a while to whoever asks, then end. A thread of jax may hang."""
-    on_stop(f"quire: stopping: {engine.failure}")
+    announce("stopping", f"stopping: {engine.failure}")
     await asyncio.sleep(FAILED_S)
     os._exit(1)
 
 
-async def _drain(engine: AsyncLLM, config: ServerConfig, on_stop: Callable[[str], None]) -> None:
+async def _drain(engine: AsyncLLM, config: ServerConfig) -> None:
     """Take nothing new, and wait for what runs to finish, for a limited time."""
     if count := engine.num_streams:
         requests = "1 request is" if count == 1 else f"{count} requests are"
-        on_stop(f"quire: stopping: {requests} finishing; press Ctrl-C again to stop now")
-        _log.info("draining", extra={"running": count})
+        announce("stopping", f"stopping: {requests} finishing; press Ctrl-C again to stop now", requests=count)
     try:
         await asyncio.wait_for(engine.drain(), config.drain_timeout_s)
     except TimeoutError:
-        _log.warning("drain timeout", extra={"running": engine.num_streams})
+        _log.warning("drain timeout", extra={"requests": engine.num_streams})
 
 
 def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -216,7 +213,7 @@ def _allow_files(count: int) -> None:
     """Raise the limit of open files to `count`, as far as the system allows: a connection is one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
-        _log.warning("fewer open files are allowed than max_connections needs", extra={"files": hard, "needed": count})
+        _log.warning("fewer open files are allowed than max_connections needs", extra={"limit": hard, "needed": count})
         count = hard
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

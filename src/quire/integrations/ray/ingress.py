@@ -20,6 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.async_llm.errors import described
 from quire.config import EngineKnobs
 from quire.integrations.ray.forwarded import ForwardedRequest, ResponseStart
 from quire.integrations.ray.prompt_reader import PromptReader
@@ -96,7 +97,7 @@ class Ingress:
             except TimeoutError:
                 raise ApiError(408, "no engine took the request in time", code="deadline") from None
             except (RayError, RayServeException) as error:
-                _log.warning("an engine did not finish a request", extra={"error": type(error).__name__})
+                _log.warning("an engine did not finish a request", extra=described(error))
                 if answer.has_begun:
                     await answer.fail()
                     return

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from quire.async_llm.errors import UnavailableError, error_location
+from quire.async_llm.errors import UnavailableError, described
 from quire.core.request import MAX_PRIORITY
 from quire.server.batches.answer import Answer, Answerer, not_run
 from quire.server.batches.answer_file import AnswerFile
@@ -132,7 +132,7 @@ class Batches:
                 except UnavailableError:
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:  # such as a disk that is full, or a file that somebody removed
-                    _log.error("batch failed", extra={"error": type(error).__name__, "at": error_location(error)})
+                    _log.error("batch failed", extra=described(error))
                     if _may_pass(error) and time.time() < batch.expires_at:
                         await asyncio.sleep(RETRY_S)
                     elif not batch.has_ended:  # else its end is only not on the disk: the next server ends it again

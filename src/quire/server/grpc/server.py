@@ -399,4 +399,4 @@ class Methods(Calls):
 
 
 def _log_call(path: str, code: grpc.StatusCode, seconds: float) -> None:
-    _access_log.info("call", extra={"path": path, "status": code.name, "ms": round(seconds * 1e3, 1)})
+    _access_log.info("call", extra={"route": path, "status": code.name, "ms": round(seconds * 1e3, 1)})

@@ -98,7 +98,7 @@ class Guard:
             milliseconds = round((time.perf_counter() - start) * 1e3, 1)
             _log.info(
                 "request",
-                extra={"method": scope["method"], "path": _route(scope), "status": status, "ms": milliseconds},
+                extra={"method": scope["method"], "route": _route(scope), "status": status, "ms": milliseconds},
             )
 
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
