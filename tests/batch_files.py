@@ -13,7 +13,8 @@ from quire.server.batches.answer_file import AnswerFile
 from quire.server.batches.lines import read_lines
 from quire.server.batches.run import LineRunner
 from quire.server.http.request_body import BodyReader
-from quire.server.service import Caller, Service
+from quire.server.keys import Caller
+from quire.server.service import Service
 
 
 def completion(custom_id: str, **body: Any) -> dict[str, Any]:

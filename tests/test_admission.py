@@ -2,7 +2,9 @@
 
 import pytest
 
-from quire.async_llm.admission import LONGEST_RETRY_S, Admission, OverloadError, Work
+from quire.async_llm.admission import LONGEST_RETRY_S, Admission, Limits, OverloadError, Work
+from quire.core.errors import RequestError
+from quire.server.keys import Caller
 
 
 class Clock:
@@ -30,7 +32,7 @@ def test_requests_beyond_the_bound_are_refused_until_one_begins_or_leaves():
         gate.check_room()
     gate.leave("1")
     gate.check_room()
-    assert (gate.num_waiting, gate.num_waiting_tokens, gate.num_rejected) == (3, 60, 2)
+    assert (gate.num_waiting, gate.num_waiting_tokens) == (3, 60)
 
 
 def test_tokens_are_counted_by_what_they_may_come_to():
@@ -125,7 +127,182 @@ def test_nobody_is_refused_while_rows_are_free():
 
 def test_what_a_client_asks_for_at_once_is_taken_whole_or_not_at_all():
     gate, _ = admission()
-    gate.arrive([Work(f"a{i}", 1, 1) for i in range(9)])  # more than may wait, and nobody waits
+    gate.arrive([Work(f"a{i}", 1, 1) for i in range(3)])
     with pytest.raises(OverloadError):
         gate.arrive([Work(f"b{i}", 1, 1) for i in range(2)])
-    assert gate.num_waiting == 9
+    assert gate.num_waiting == 3
+
+
+def test_more_prompts_than_may_wait_are_refused_for_good_unless_they_find_rows():
+    gate, _ = admission(num_rows=6)
+    with pytest.raises(
+        RequestError, match="the limit of this server is --max-queued-requests=4; send fewer"
+    ) as refused:
+        arrive(gate, "a", *map(str, range(7)))
+    assert refused.value.code == "request_too_large"
+    assert gate.num_waiting == 0
+    arrive(gate, "a", *map(str, range(6)))
+
+
+# -- tenants ----------------------------------------------------------------------------------------------------------
+
+
+def limited(**limits: float) -> tuple[Admission, Clock]:
+    """Return an Admission with room for all, in which the tenant "a" has limits and "b" has none."""
+    alice = Caller("a", "alice", limits=Limits(**limits))
+    return admission(max_requests=10**6, max_tokens=10**9, find_client=lambda tenant: alice if tenant == "a" else None)
+
+
+def arrive(gate: Admission, tenant: str, *names: str, num_tokens: int = 10, n: int = 1) -> None:
+    gate.arrive([Work(name, n, num_tokens, tenant) for name in names])
+
+
+def test_a_full_queue_refuses_the_tenant_that_filled_it_and_no_other():
+    gate, _ = admission(max_requests=8, max_tokens=10**9)
+    for i in range(8):
+        arrive(gate, "a", f"a{i}")
+    with pytest.raises(OverloadError):
+        arrive(gate, "a", "one too many")
+    for i in range(4):
+        gate.check_room("b")
+        arrive(gate, "b", f"b{i}")
+    with pytest.raises(OverloadError):
+        arrive(gate, "b", "more than half, while another waits")
+    with pytest.raises(OverloadError):
+        gate.check_room("b")
+    arrive(gate, "c", "c0")
+
+
+def test_clients_that_are_more_than_the_queue_has_places_do_not_fill_it_without_a_bound():
+    gate, _ = admission(max_requests=8)
+    for i in range(16):
+        arrive(gate, f"client {i}", f"{i}")
+    with pytest.raises(OverloadError, match="16 requests wait, at most 8 may"):
+        arrive(gate, "another client", "one too many")
+
+
+def test_many_prompts_that_exceed_the_queue_are_refused_for_good():
+    """They would be taken whenever no request waits, and keep all others out for as long as they run."""
+    gate, _ = admission(max_requests=256, max_tokens=1_000_000, num_rows=8)
+    with pytest.raises(RequestError) as refused:
+        arrive(gate, "a", *map(str, range(64)), num_tokens=128 * 8000, n=128)
+    assert str(refused.value) == (
+        "64 prompts may come to 65,536,000 tokens, and the limit of this server is --max-queued-tokens=1,000,000; "
+        "send fewer prompts at once, or lower n or max_tokens"
+    )
+    assert (refused.value.field, refused.value.code) == ("prompt", "request_too_large")
+    arrive(gate, "a", "one prompt cannot be divided", num_tokens=128 * 8000, n=128)
+    arrive(gate, "b", "and keeps no other tenant out")
+    with pytest.raises(OverloadError):
+        arrive(gate, "a", "but its own")
+
+
+def test_the_requests_of_a_key_are_counted_while_they_wait_and_run():
+    gate, clock = limited(requests=2)
+    arrive(gate, "a", "a0")
+    gate.start("a0")
+    clock.now += 5
+    arrive(gate, "a", "a1")
+    for check in (lambda: arrive(gate, "a", "a2"), lambda: gate.check_room("a")):
+        with pytest.raises(
+            OverloadError, match=r"^key alice: 2 requests wait or run, and at most requests=2 may$"
+        ) as no:
+            check()
+        assert (no.value.code, no.value.retry_after_s) == ("key_requests", 5)
+    assert gate.room_for("a") == 0
+    arrive(gate, "b", "b0")
+    gate.leave("a1")
+    arrive(gate, "a", "a2")
+    with pytest.raises(RequestError, match="the limit of key alice is requests=2; send fewer prompts"):
+        arrive(gate, "a", "a3", "a4", "a5")
+
+
+def test_the_waiting_tokens_of_a_key_are_bounded():
+    gate, _ = limited(queued_tokens=100)
+    arrive(gate, "a", "larger than the limit, alone", num_tokens=500)
+    with pytest.raises(OverloadError) as no:
+        arrive(gate, "a", "a1")
+    assert str(no.value) == ("key alice: 500 tokens wait and this may come to 10 more; at most queued_tokens=100 may")
+    assert no.value.code == "key_queued_tokens"
+    arrive(gate, "b", "b0", num_tokens=10**6)
+    gate.start("larger than the limit, alone")
+    arrive(gate, "a", "a1", "a2", num_tokens=50)
+    with pytest.raises(RequestError, match="queued_tokens=100; send fewer prompts"):
+        arrive(gate, "a", "a3", "a4", num_tokens=51)
+
+
+def test_tokens_per_minute_come_back_evenly_and_what_was_not_computed_at_once():
+    gate, clock = limited(tokens_per_minute=600)
+    arrive(gate, "a", "a0", num_tokens=600)
+    with pytest.raises(OverloadError) as no:
+        arrive(gate, "a", "a1", num_tokens=100)
+    assert str(no.value) == "key alice: 0 of tokens_per_minute=600 are left and this may need 100"
+    assert (no.value.code, no.value.retry_after_s) == ("key_tokens_per_minute", 10)
+    with pytest.raises(OverloadError):
+        gate.check_room("a")
+    clock.now += 9.5
+    with pytest.raises(OverloadError):
+        arrive(gate, "a", "a1", num_tokens=100)
+    clock.now += 0.5
+    arrive(gate, "a", "a1", num_tokens=100)
+    gate.start("a0")
+    gate.leave("a0", 250)  # 350 fewer than there might have been
+    arrive(gate, "a", "a2", num_tokens=350)
+    gate.leave("a2", 0)
+    arrive(gate, "a", "it never runs", num_tokens=350)
+    with pytest.raises(OverloadError):
+        gate.check_room("a")
+    arrive(gate, "b", "b0", num_tokens=10**6)
+
+
+def test_a_request_larger_than_a_minute_needs_a_whole_one_and_is_counted_in_full():
+    gate, clock = limited(tokens_per_minute=600)
+    arrive(gate, "a", "large", num_tokens=1200)
+    gate.start("large")
+    gate.leave("large", 1200)
+    clock.now += 61
+    with pytest.raises(OverloadError) as no:
+        arrive(gate, "a", "large again", num_tokens=1200)
+    assert no.value.retry_after_s == 59
+    clock.now += 59
+    arrive(gate, "a", "large again", num_tokens=1200)
+
+
+def test_tenants_with_nothing_under_way_are_forgotten():
+    """In the library each user may be one. The tokens of a limited tenant are kept until all of a minute are left."""
+    gate, clock = limited(requests=8, tokens_per_minute=60)
+    for i in range(50):
+        gate.check_room(f"asks-{i}")
+        arrive(gate, f"user-{i}", f"{i}")
+        gate.start(f"{i}")
+        gate.leave(f"{i}", 10)
+        with gate.hold(f"reads-{i}"), pytest.raises(KeyError):
+            raise KeyError
+    arrive(gate, "a", "a0", num_tokens=20)
+    gate.leave("a0")
+    assert gate.num_tenants == 0
+    arrive(gate, "a", "a0", num_tokens=20)
+    arrive(gate, "a", "a1", num_tokens=20)
+    gate.start("a0")
+    gate.leave("a0", 20)
+    gate.leave("a1")
+    assert gate.num_tenants == 1
+    with pytest.raises(OverloadError, match="40 of tokens_per_minute=60 are left"):
+        arrive(gate, "a", "a2", num_tokens=50)
+    clock.now += 20
+    arrive(gate, "a", "a2", num_tokens=50)
+    gate.leave("a2")
+    assert gate.num_tenants == 0
+    gate.arrive([Work("a3", 1, 20, "a")], is_admitted=True)
+    with pytest.raises(OverloadError, match="40 of tokens_per_minute=60 are left"):
+        arrive(gate, "a", "a4", num_tokens=50)
+
+
+def test_requests_that_were_admitted_are_counted_and_not_refused():
+    gate, _ = limited(requests=1, tokens_per_minute=100)
+    arrive(gate, "a", "a0", num_tokens=100)
+    gate.arrive([Work("a1", 1, 100, "a")], is_admitted=True)
+    gate.leave("a0", 0)
+    with pytest.raises(OverloadError) as no:
+        gate.check_room("a")
+    assert no.value.code == "key_requests"

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from quire import AsyncLLM
+from quire.async_llm.admission import Admission
 from quire.core.request import MAX_PRIORITY
 from quire.server.batches import store as store_module
 from quire.server.batches import worker as worker_module
@@ -16,8 +17,9 @@ from quire.server.batches.store import Store, StoredFile
 from quire.server.batches.worker import Batches
 from quire.server.errors import ApiError
 from quire.server.http.request_body import BodyReader
+from quire.server.keys import Caller
 from quire.server.openai import schema
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 from tests.batch_files import completion, read_answers
 from tests.fake_llm import LONG_S, Gate, fake_llm
 
@@ -25,8 +27,8 @@ CALLER = Caller("tenant")
 
 
 @contextlib.asynccontextmanager
-async def batches_in(folder, gate: Gate | None = None):
-    async with AsyncLLM.from_factory(lambda: fake_llm(gate)) as engine:
+async def batches_in(folder, gate: Gate | None = None, admission: Admission | None = None):
+    async with AsyncLLM.from_factory(lambda: fake_llm(gate), admission=admission) as engine:
         service, store = Service(engine, "toy", int(time.time())), Store(folder, 1 << 20)
         batches = Batches(store, service, BodyReader(strict=False))
         try:
@@ -77,7 +79,7 @@ def test_lines_that_are_not_done_in_time_are_errors(tmp_path, monkeypatch):
             num_done = batch.completed
             batch.expires_at = 0
             await batches.stop()
-            batches.go_on([CALLER.tenant])
+            batches.go_on([CALLER])
             gate.open()
             assert (await ended(batch)).status == "expired"
             errors = answers_of(batches, batch.error_file_id)
@@ -105,7 +107,9 @@ def test_lines_run_at_the_lowest_priority_and_as_many_as_there_are_rows(tmp_path
                     await asyncio.sleep(0.01)
             streams = batches._service.engine.streams
             assert {stream.request.priority for stream in streams} == {-MAX_PRIORITY}
-            assert 0 < len(streams) <= batches._service.engine.llm.engine.config.max_num_seqs
+            num_rows = batches._service.engine.llm.engine.config.max_num_seqs
+            for salt in salts:
+                assert 0 < sum(stream.request.cache_salt == salt for stream in streams) <= num_rows
             gate.open()
             for batch in both:
                 assert (await ended(batch)).completed == 40
@@ -141,7 +145,7 @@ def test_a_crash_while_files_are_made_changes_nothing(tmp_path, monkeypatch, whe
                 await worker
             monkeypatch.undo()
         async with batches_in(tmp_path) as batches:
-            batches.go_on([CALLER.tenant])
+            batches.go_on([CALLER])
             tenant = batches.tenant(CALLER)
             (batch,) = tenant.batches.values()
             assert (await ended(batch)).status == "completed"
@@ -163,11 +167,11 @@ def test_batches_of_a_key_that_is_gone_wait_until_it_is_back(tmp_path):
             batch = await add_batch(batches)
             await asyncio.to_thread(gate.wait_until_held)
         async with batches_in(tmp_path) as batches:
-            batches.go_on(["another"])
+            batches.go_on([Caller("another")])
             await asyncio.sleep(0.05)
             assert not batches._workers
         async with batches_in(tmp_path) as batches:
-            batches.go_on(["another", CALLER.tenant])
+            batches.go_on([Caller("another"), CALLER])
             batch = batches.tenant(CALLER).batch(batch.id)
             assert (await ended(batch)).completed == 12
 
@@ -243,7 +247,7 @@ def test_a_cancelled_batch_does_not_wait_for_those_before_it(tmp_path, monkeypat
                 await batches.cancel(CALLER, waiting.id)
             assert running.status == "in_progress"
         async with batches_in(tmp_path) as batches:
-            batches.go_on([CALLER.tenant])
+            batches.go_on([CALLER])
             kept = batches.tenant(CALLER).batches
             assert (await ended(kept[running.id])).completed == 12
             await asyncio.gather(*batches._workers.values())

@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import os
+import signal
 import time
 
 import openai
@@ -360,3 +362,25 @@ def test_a_client_that_waits_goes_before_a_batch(server):
     assert counts.completed < 400
     api.batches.cancel(batch.id)
     assert wait_for(api, batch.id).status == "cancelled"
+
+
+def test_sighup_resumes_batches_of_a_key_that_is_valid_again(tiny_folder, tmp_path):
+    keys, folder = tmp_path / "api-keys", tmp_path / "batches"
+
+    def write_keys(*names: str) -> None:
+        keys.write_text("".join(f"{name}\n" for name in names))
+        keys.chmod(0o600)
+
+    def flags() -> list[str]:
+        return [*SMALL, *FLAGS, "--api-key-file", str(keys), "--batch-folder", str(folder)]
+
+    write_keys(*KEYS)
+    with serving(tiny_folder, *flags()) as first:
+        batch = create(client(first), [line(str(i), max_tokens=400, ignore_eos=True) for i in range(16)])
+        first.terminate()
+    write_keys(KEYS[1])
+    with serving(tiny_folder, *flags()) as second:
+        write_keys(*KEYS)
+        os.kill(second.process.pid, signal.SIGHUP)
+        second.wait_for_line('"event": "keys reloaded"')
+        assert wait_for(client(second), batch.id, "completed").request_counts.completed == 16

@@ -18,9 +18,10 @@ from hypothesis.extra.numpy import arrays
 
 from quire.embedding import EmbeddingConfig
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.embeddings import as_digits, parse_embeddings
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 from tests.server.attack import connect, post
 from tests.server.test_metrics import samples
 from tests.tiny import tiny_config
@@ -158,7 +159,7 @@ def test_the_size_of_a_response_is_bounded(num_inputs, fields, message):
     config = SimpleNamespace(hidden_size=hidden_size)
     llm = SimpleNamespace(model_config=config, embedding_config=EmbeddingConfig(), engine=SimpleNamespace())
     llm.engine.max_request_len = 10
-    engine = SimpleNamespace(llm=llm, admission=SimpleNamespace(check_room=lambda: None))
+    engine = SimpleNamespace(llm=llm, admission=SimpleNamespace(check_room=lambda tenant: None))
     with contextlib.closing(Service(cast(Any, engine), "m", 0)) as service:
         if message is None:
             assert len(asyncio.run(parse_embeddings(service, body, Caller())).requests) == num_inputs

@@ -14,7 +14,7 @@ from quire.routing import Choice, ReplicaFeed, Router, prompt_hashes
 from quire.server.errors import ApiError
 from quire.server.http import kv_events
 from quire.server.keys import Keys
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 from tests.fake_llm import fake_llm
 from tests.server.process import LONGEST_S, SMALL, serving
 from tests.test_async_llm import run, tokens, until
@@ -182,8 +182,9 @@ def test_a_router_elsewhere_finds_the_prompt_and_sees_the_server_drain(server):
     events = reader.wait_for(lambda events: any(kind == "pages" for kind, _ in events))
     _, body = server.post("/tokenize", {"prompt": secret}, authorization=f"Bearer {CLIENT_KEY}")
     token_ids, page_size = json.loads(body)["tokens"], events[1][1]["page_size"]
-    tenant = Keys.read(given=[CLIENT_KEY]).find(CLIENT_KEY)
-    hashes = prompt_hashes(token_ids, page_size=page_size, cache_salt=Caller(tenant).salt("x"))
+    caller = Keys(given=[CLIENT_KEY]).find(CLIENT_KEY)
+    assert caller
+    hashes = prompt_hashes(token_ids, page_size=page_size, cache_salt=caller.salt("x"))
     router = Router()
     feed = ReplicaFeed(router, "pod")
     for kind, data in events:

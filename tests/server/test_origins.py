@@ -15,7 +15,7 @@ from quire.server.keys import Keys
 from quire.server.serve import check_exposure
 
 KEY, PAGE = "a-key-of-somebody", "https://chat.example"
-KEYS, NO_KEYS = Keys.read(given=[KEY]), Keys([])
+KEYS, NO_KEYS = Keys(given=[KEY]), Keys([])
 ASKS = {"origin": PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
 
 

@@ -9,8 +9,7 @@ from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest, Respo
 from quire.integrations.ray.prompt_reader import PromptReader
 from quire.integrations.ray.replica import EngineReplica
 from quire.server.config import ServerConfig
-from quire.server.keys import Keys
-from quire.server.service import Caller
+from quire.server.keys import Caller, Keys
 
 KNOBS = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 64, "num_pages": 512}
 LONG = "a prompt of several pages, which are named by hashes of what is in them, and of all before"
@@ -33,8 +32,9 @@ async def ask(replica: EngineReplica, path: str, body: object, key: str = KEY) -
 
 @pytest.mark.slow
 def test_a_prompt_has_the_names_that_its_engine_reports(tiny_folder):
-    keys = Keys.read(given=[KEY])
-    caller = Caller(keys.find(KEY) or "")
+    keys = Keys(given=[KEY])
+    caller = keys.find(KEY)
+    assert caller
     reader = PromptReader(str(tiny_folder), None, "tiny", KNOBS, 0)  # type: ignore[arg-type]
 
     async def run() -> None:

@@ -18,6 +18,7 @@ from quire.async_llm.updates import Update
 from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.core.sequence import TokenLogprob
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.answer_parser import AnswerParser
 from quire.server.openai.format import ChatFormatter
@@ -25,7 +26,7 @@ from quire.server.openai.parse import parse_chat
 from quire.server.openai.responses import parse_response
 from quire.server.openai.responses_format import ResponsesFormatter
 from quire.server.openai.tools import ToolParser
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 from quire.text.reasoning import ReasoningParser, has_special_marks, is_opened, reasoning_style
 from tests.server.process import SMALL, serving
 from tests.server.tiny_folder import TEMPLATE, write_tiny_folder
@@ -257,7 +258,7 @@ def service_of(folder) -> Iterator[Service]:
     """A service with a tokenizer, and without an engine."""
     tokenizer = tokenizer_from_folder(folder)
     engine = SimpleNamespace(llm=SimpleNamespace(engine=SimpleNamespace(tokenizer=tokenizer, max_request_len=4096)))
-    engine.llm.default_params, engine.admission = SamplingParams(), SimpleNamespace(check_room=lambda: None)
+    engine.llm.default_params, engine.admission = SamplingParams(), SimpleNamespace(check_room=lambda tenant: None)
     with contextlib.closing(Service(cast(Any, engine), "m", 0)) as service:
         yield service
 

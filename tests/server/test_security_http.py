@@ -411,9 +411,9 @@ def test_administration_is_on_its_own_port(locked, undisturbed):
 
 
 def test_one_key_for_both_ports_is_refused():
-    keys = Keys.read(given=[KEY, OTHER_KEY])
+    keys = Keys(given=[KEY, OTHER_KEY])
     with pytest.raises(ValueError, match="--admin-key"):
-        check_exposure(ServerConfig(admin_port=0), keys, Keys.read(given=[ADMIN_KEY, OTHER_KEY]))
+        check_exposure(ServerConfig(admin_port=0), keys, Keys(given=[ADMIN_KEY, OTHER_KEY]))
     with pytest.raises(ValueError, match="--admin-key"):
         check_exposure(ServerConfig(admin_port=0), keys, Keys([]))
 
@@ -509,7 +509,7 @@ def test_without_a_key_a_web_page_cannot_ask(server, offline):
 def test_keys_are_kept_hashed_and_all_are_compared(monkeypatch, tmp_path):
     file = tmp_path / "keys"
     file.write_text(f"{KEY}\n{OTHER_KEY}\n")
-    keys = Keys.read(given=["a-third-key-given"], file=file)
+    keys = Keys(given=["a-third-key-given"], file=file)
     kept = repr(vars(keys)) + pickle.dumps(vars(keys)).decode("latin-1")
     assert not [key for key in (KEY, OTHER_KEY, "a-third-key-given") if key in kept]
     compared = []
@@ -527,17 +527,19 @@ def test_keys_are_kept_hashed_and_all_are_compared(monkeypatch, tmp_path):
 
 
 def test_tenants_differ_and_tell_nothing_of_their_keys():
-    keys = Keys.read(given=[KEY, OTHER_KEY])
-    names = [keys.find(KEY), keys.find(OTHER_KEY)]
-    assert len(set(names)) == 2
-    hashes = "".join(hashed.hex() for hashed in keys._hashes)
-    assert not [name for name in names if name is None or name in hashes]
+    keys = Keys(given=[KEY, OTHER_KEY])
+    shown = [
+        (caller.tenant, caller.name.removeprefix("key-")) for key in (KEY, OTHER_KEY) if (caller := keys.find(key))
+    ]
+    assert len({name for names in shown for name in names}) == 4
+    hashes = "".join(hashed.hex() for hashed in keys._callers)
+    assert not [name for names in shown for name in names if name in hashes]
 
 
 @pytest.mark.parametrize("key", ["short", "with space in it", "", "nön-ascii-key"])
 def test_a_bad_key_is_refused_at_start(key):
     with pytest.raises(ValueError, match="at least 8 printable ASCII"):
-        Keys.read(given=[key])
+        Keys(given=[key])
 
 
 # -- T2, T3, T4: ports ------------------------------------------------------------------------------------------------
@@ -594,7 +596,9 @@ def test_metrics_and_probes_tell_no_prompt_and_no_token(locked, undisturbed):
     status, body = exchange(locked, post("/v1/completions", json.dumps(fields).encode(), key=KEY))
     assert status == 200
     ids = json.loads(body)["choices"][0]["prompt_token_ids"]
+    caller = keys_module.Keys(given=[KEY]).find(KEY)
+    assert caller
     for path in NEEDS_NO_KEY:
         text = exchange(locked, head(path))[1].decode()
-        for secret in (canary, str(ids)[1:-1], KEY, keys_module.Keys.read(given=[KEY]).find(KEY)):
+        for secret in (canary, str(ids)[1:-1], KEY, caller.tenant):
             assert secret not in text

@@ -457,7 +457,9 @@ class AsyncLLM:
                     begin = len(done) + len(under_way)
                     # Twice the rows: what a step has ended is known here only while the next one runs. Others want
                     # to wait, too: they are left half of the room.
-                    end = begin + int(min(2 * admission.num_rows - len(under_way), max(admission.room // 2, 1)))
+                    end = begin + int(
+                        min(2 * admission.num_rows - len(under_way), max(admission.room_for(works[0].tenant) // 2, 1))
+                    )
                     left = None if deadline is None else deadline - loop.time()
                     if left is not None and left <= 0:
                         raise DeadlineError
@@ -477,7 +479,7 @@ class AsyncLLM:
         engine, works = self._engine, []
         for request in requests:
             max_tokens, n = engine.check(request, grammar), request.params.n
-            works.append(Work(request.id, n, len(request.prompt_token_ids) + n * max_tokens))
+            works.append(Work(request.id, n, len(request.prompt_token_ids) + n * max_tokens, request.tenant or ""))
         return works
 
     @property

@@ -35,9 +35,15 @@ class UnavailableError(GenerationError):
 class OverloadError(Exception):
     """Too much waits already; the request may be sent again after `retry_after_s` seconds."""
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(
+        self, message: str, retry_after_s: int, code: str = "overloaded", *, reason: str | None = None
+    ) -> None:
+        """`reason` names the limit in logs and metrics, if `code` does not."""
         super().__init__(message)
+        self.reason = reason or code
         self.retry_after_s = retry_after_s
+        self.code = code
+        """"overloaded", or the limit of a key: "key_requests", "key_queued_tokens" or "key_tokens_per_minute"."""
 
 
 def notify(call: Callable[..., object], *args: object) -> None:

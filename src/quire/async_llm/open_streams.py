@@ -211,7 +211,8 @@ class OpenStreams:
             if self._streams.get(stream.request.id) is not stream:
                 return False
             del self._streams[stream.request.id]
-            self.admission.leave(stream.request.id)
+            num_computed = len(stream.request.prompt_token_ids) + stream.num_output_tokens
+            self.admission.leave(stream.request.id, num_computed)
             self._engines.leave(stream.engine, stream.work)
             mailbox.num_streams -= 1
             if not mailbox.num_streams:

@@ -223,7 +223,7 @@ def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     group = parser.add_argument_group("server")
     text = "a key that clients need; repeatable. Better from a file, or from QUIRE_API_KEY"
     group.add_argument("--api-key", action="append", default=[], metavar="KEY", help=text)
-    text = "keys, one a line, in the clear or as sha256:HEX"
+    text = "file with one key per line; fields such as name=alice may follow it"
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help=text)
     text = "a key of administrators; or from QUIRE_ADMIN_KEY"
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)

@@ -223,7 +223,8 @@ async def answer_lines(
     from quire.server.batches.answer import Answerer
     from quire.server.batches.run import LineRunner
     from quire.server.http.request_body import BodyReader
-    from quire.server.service import Caller, Service
+    from quire.server.keys import Caller
+    from quire.server.service import Service
 
     service = Service(engine, defaults["model"], int(time.time()))
     bodies, counts_cost = BodyReader(strict=False), max_cost is not None

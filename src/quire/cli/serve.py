@@ -10,15 +10,15 @@ from quire.checkpoint.hub import parse_name
 from quire.cli import engine_knobs, knobs_of
 from quire.config import EngineConfig
 from quire.server.config import ServerConfig
-from quire.server.keys import Keys
+from quire.server.keys import Keys, key_limits
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model and serve it until a signal stops the process."""
     config = ServerConfig(**knobs_of(ServerConfig, args))
-    keys = Keys.read(given=_given(args.api_key, "QUIRE_API_KEY"), file=args.api_key_file)
+    keys = Keys(_given(args.api_key, "QUIRE_API_KEY"), args.api_key_file, limits=key_limits(config))
     given = _given(args.admin_key, "QUIRE_ADMIN_KEY")
-    admin_keys = Keys.read(given=given, file=args.admin_key_file, flag="--admin-key")
+    admin_keys = Keys(given=given, file=args.admin_key_file, flag="--admin-key", fields=("name",))
     knobs = engine_knobs(args)
     EngineConfig(**knobs)  # checked before anything is loaded or listens
     try:  # only now: they take seconds, and a wrong flag should not

@@ -32,6 +32,15 @@ class ServerConfig:
     strict_fields: bool = knob(False, "refuse unknown fields of requests instead of ignoring them")
     max_queued_requests: int = knob(256, "requests that may wait; more get a 429")
     max_queued_tokens: int = knob(1_000_000, "tokens that these may come to, prompts and generated ones")
+    max_key_requests: int | None = knob(
+        None, "Maximum number of requests of one API key that wait and run; a key file may set another", expert=True
+    )
+    max_key_queued_tokens: int | None = knob(
+        None, "Maximum number of tokens in waiting requests of one API key; a key file may set another", expert=True
+    )
+    max_key_tokens_per_minute: int | None = knob(
+        None, "Maximum number of tokens per minute of one API key; a key file may set another", expert=True
+    )
     batch_folder: str | None = knob(None, "for /v1/files and /v1/batches, of this server alone; by default none")
     max_batch_file_bytes: int = knob(200 << 20, "of one file for /v1/batches", expert=True)
     max_batch_bytes: int = knob(10 << 30, "of all files and answers of batches, for each key", expert=True)
@@ -62,6 +71,9 @@ class ServerConfig:
             "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), 1, 1 << 40)
+        for name in ("max_key_requests", "max_key_queued_tokens", "max_key_tokens_per_minute"):
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1, 1 << 40)
         if not isinstance(self.host, str) or not self.host:
             raise ValueError(f"host={self.host!r} must be an address or a name")
         for origin in self.allow_origin:

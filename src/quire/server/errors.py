@@ -62,7 +62,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(499, "the client is gone", code="cancelled")
     if isinstance(error, OverloadError):
         headers = {"Retry-After": str(error.retry_after_s)}
-        return ApiError(429, str(error), code="overloaded", headers=headers)
+        return ApiError(429, str(error), code=error.code, headers=headers)
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, GenerationError):

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from quire.server.observe.trace_log import TraceLog
 from quire.server.service import Service
 
 if TYPE_CHECKING:
+    from quire.server.batches.worker import Batches
     from quire.server.grpc.server import GrpcServer
 
 MAX_HEADER_BYTES = 32 << 10
@@ -71,9 +73,13 @@ async def serve(
     stopped = _stop_signal()
     async with contextlib.AsyncExitStack() as running:  # what is started is stopped in the opposite order
         running.enter_context(printed_as_log())
-        admission = Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens)
+        admission = Admission(
+            max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens, find_client=keys.find_tenant
+        )
         watching = [observer for observer in observers if observer]
         engine = AsyncLLM.from_factory(*open_llms, admission=admission, observers=watching)
+        engine.set_tenant_weights(keys.weights)
+        _reload_on_hangup(config, keys, admin_keys, engine)
         detail = f"loading {model_name}; what has not been compiled before is compiled now"
         announce("loading", detail, model=model_name)
         await _load(engine, stopped)
@@ -98,7 +104,8 @@ async def serve(
         if api.batches and store:
             running.callback(store.close)
             running.push_async_callback(api.batches.stop)
-            api.batches.go_on(keys.tenants)
+            api.batches.go_on(keys.callers)
+            _reload_on_hangup(config, keys, admin_keys, engine, api.batches)
         serving = await running.enter_async_context(_serving(app, config, listener))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
@@ -111,6 +118,36 @@ async def serve(
         if api.batches:
             await api.batches.stop()  # the next server goes on with them
         await _drain(engine, config)
+
+
+def _reload_on_hangup(
+    config: ServerConfig, keys: Keys, admin_keys: Keys, engine: AsyncLLM, batches: "Batches | None" = None
+) -> None:
+    """Let SIGHUP reload keys. Without a key file it ends the server, as when its terminal is closed."""
+    if keys.has_file or admin_keys.has_file:
+        reload = partial(_reload_keys, config, keys, admin_keys, engine, batches)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
+
+
+def _reload_keys(
+    config: ServerConfig, keys: Keys, admin_keys: Keys, engine: AsyncLLM, batches: "Batches | None" = None
+) -> None:
+    """Read the key files again, and resume the batches of their keys.
+
+    Requests that run continue. A file that is wrong changes nothing, nor does the other file.
+    """
+    try:
+        new, new_admin = keys.reread(), admin_keys.reread()
+        check_exposure(config, new, new_admin)
+    except ValueError as error:
+        _log.error("keys not reloaded", extra={"detail": str(error)})
+        return
+    keys.become(new)
+    admin_keys.become(new_admin)
+    engine.set_tenant_weights(keys.weights)
+    if batches:
+        batches.go_on(keys.callers)
+    announce("keys reloaded", f"keys reloaded: {len(keys)} of clients, {len(admin_keys)} of admins", keys=len(keys))
 
 
 def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:

@@ -1,9 +1,7 @@
 """What HTTP and gRPC have in common: the model, and the slow work before a request can be submitted."""
 
 import contextlib
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from quire.async_llm import AsyncLLM
@@ -12,6 +10,7 @@ from quire.core.sampling_params import SamplingParams
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.threads import FairThreads, SlowJobError
 from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
@@ -26,20 +25,6 @@ MAX_GRAMMAR_JOBS = 128
 """Running and waiting; half of them for one tenant."""
 GRAMMAR_NICENESS = 5
 """Compiling lets the engine go first; on a busy machine it still has a quarter of a core."""
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who sent a request."""
-
-    tenant: str = ""
-    """The tenant that a key stands for; empty where there are no keys."""
-
-    def salt(self, cache_salt: str) -> str:
-        """The salt of the tenant's prefixes in the cache; no other tenant has it, whatever the request's own is."""
-        if not self.tenant and not cache_salt:
-            return ""
-        return hashlib.sha256(f"{self.tenant}\0{cache_salt}".encode()).hexdigest()
 
 
 class Service:
@@ -82,10 +67,10 @@ class Service:
             message = f"the model {name!r} does not exist; this server has {self.model_name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def check_arrival(self, model_name: str | None) -> None:
-        """Raise before a prompt is encoded if the model is another, or the queue is full."""
+    def check_arrival(self, model_name: str | None, caller: Caller) -> None:
+        """Raise before a prompt is encoded if the model is another, the queue is full or the caller has its limit."""
         self.check_model(model_name)
-        self.engine.admission.check_room()
+        self.engine.admission.check_room(caller.tenant)
 
     async def run_in_thread[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""

@@ -16,7 +16,7 @@ from quire.integrations.ray.replica import EngineReplica
 from quire.integrations.ray.request_router import PrefixRouter
 from quire.routing.router import MAX_IMBALANCE_TOKENS
 from quire.server.config import ServerConfig
-from quire.server.keys import Keys
+from quire.server.keys import Keys, key_limits
 
 MAX_ONGOING = 1 << 16
 """Requests of one replica: what waits there is bounded by its own queue, which answers 429 with a time to retry."""
@@ -61,7 +61,7 @@ def build_app(
     if num_replicas is not None and autoscaling_config is not None:
         raise ValueError(f"num_replicas={num_replicas} and autoscaling_config exclude each other; give one")
     EngineConfig(**knobs)  # checked here, not in a process elsewhere
-    keys = Keys.read(given=api_keys, flag="api_keys")
+    keys = Keys(api_keys, flag="api_keys", limits=key_limits(config))
     name = config.served_model_name or model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
     common = (model, revision, name, config, keys, knobs)
     scaling: dict[str, Any] = {"num_replicas": num_replicas or 1}

@@ -16,10 +16,11 @@ from quire.integrations.ray.forwarded import NAME_BYTES
 from quire.routing import prompt_hashes
 from quire.server.errors import ApiError
 from quire.server.http.request_body import BodyReader
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.parse import parse_chat, parse_completion
 from quire.server.openai.responses import parse_response
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 MAX_PAGES = 4096
 """Of a prompt's beginning, that are named."""

@@ -46,7 +46,11 @@ class EngineReplica:
         metrics = Metrics()
         self._engine = AsyncLLM.from_factory(
             partial(LLM, model, revision=revision, quiet=True, **knobs),
-            admission=Admission(max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens),
+            admission=Admission(
+                max_requests=config.max_queued_requests,
+                max_tokens=config.max_queued_tokens,
+                find_client=keys.find_tenant,
+            ),
             observers=[metrics],
         )
         await self._engine.start()

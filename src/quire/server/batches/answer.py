@@ -14,16 +14,19 @@ from quire.core.stopping import Grammar
 from quire.field_error import FieldError
 from quire.server.batches.lines import MAX_LINE_BYTES, Line, answer_id
 from quire.server.errors import ApiError, as_api_error, in_words_of
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 if TYPE_CHECKING:
     from quire.server.http.request_body import BodyReader
 
 OVERLOAD_WAIT_S = 0.2
-"""Between two tries to start a line where too much waits already."""
+"""Seconds between two tries to start a line when too much waits already."""
+MAX_LIMIT_WAIT_S = 10.0
+"""Maximum of these seconds for a line whose key has used its tokens per minute."""
 MAX_TRIES = 3
 """Of a line that the engine gives up: a step failed, or somebody aborted the request. It draws by the same seed."""
 RETRY_WAIT_S = 1.0
@@ -214,12 +217,21 @@ class Answerer:
         admission = self._service.engine.admission
         while True:
             half_requests, half_tokens = admission.max_requests / 2, admission.max_tokens / 2
+            wait_s = OVERLOAD_WAIT_S
             if admission.num_waiting <= half_requests and admission.num_waiting_tokens <= half_tokens:
                 try:
                     return await work()
-                except OverloadError:
-                    pass
-            await asyncio.sleep(OVERLOAD_WAIT_S)
+                except OverloadError as error:
+                    wait_s = seconds_to_wait(error)
+            await asyncio.sleep(wait_s)
+
+
+def seconds_to_wait(error: OverloadError) -> float:
+    """Return the seconds until a line that was refused is tried again.
+
+    When tokens of a minute come back is known. A row or a place in the queue may be free at any time.
+    """
+    return min(error.retry_after_s, MAX_LIMIT_WAIT_S) if error.code == "key_tokens_per_minute" else OVERLOAD_WAIT_S
 
 
 def not_run(line: Line, code: str, message: str) -> Answer:

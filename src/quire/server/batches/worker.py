@@ -29,8 +29,9 @@ from quire.server.batches.lines import count_lines, read_lines
 from quire.server.batches.run import LineRunner
 from quire.server.batches.store import WINDOW_S, Store, StoredBatch, StoredFile, Tenant, write_synced
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.openai import schema
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 if TYPE_CHECKING:
     from quire.server.http.request_body import BodyReader
@@ -56,8 +57,6 @@ class Batches:
         self._store = store
         self._service = service
         self._bodies = bodies
-        # As many lines as there are rows, and no more: what waits in the engine's queue is other people's.
-        self._turns = asyncio.Semaphore(service.engine.llm.engine.config.max_num_seqs)
         self._workers: dict[str, asyncio.Task[None]] = {}
         """Of tenants with batches that have not ended."""
         self._runs: dict[str, asyncio.Task[None]] = {}
@@ -67,10 +66,10 @@ class Batches:
         """The files and batches that a caller may see."""
         return self._store.tenant(caller.tenant)
 
-    def go_on(self, tenants: Iterable[str]) -> None:
-        """Go on with what an earlier server left of these tenants' batches; others' have no key any more."""
-        for name in tenants:
-            self._start(name)
+    def go_on(self, callers: Iterable[Caller]) -> None:
+        """Go on with the batches that an earlier server left of these callers; those of others have no key any more."""
+        for caller in callers:
+            self._start(caller)
 
     async def create(self, caller: Caller, body: schema.BatchRequest) -> StoredBatch:
         """Take a batch, which runs from now on."""
@@ -89,7 +88,7 @@ class Batches:
             expires_at=now + WINDOW_S,
         )
         await tenant.add_batch(batch)
-        self._start(caller.tenant)
+        self._start(caller)
         return batch
 
     async def cancel(self, caller: Caller, batch_id: str) -> StoredBatch:
@@ -116,19 +115,19 @@ class Batches:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
 
-    def _start(self, name: str) -> None:
-        if name not in self._workers and any(
-            not batch.has_ended for batch in self._store.tenant(name).batches.values()
+    def _start(self, caller: Caller) -> None:
+        if caller.tenant not in self._workers and any(
+            not batch.has_ended for batch in self.tenant(caller).batches.values()
         ):
-            self._workers[name] = asyncio.create_task(self._work(name))
+            self._workers[caller.tenant] = asyncio.create_task(self._work(caller))
 
-    async def _work(self, name: str) -> None:
-        """Run the batches of one tenant, the oldest first, until all have ended."""
-        tenant = self._store.tenant(name)
+    async def _work(self, caller: Caller) -> None:
+        """Run the batches of one caller, the oldest first, until all have ended."""
+        tenant = self.tenant(caller)
         try:
             while batch := next((one for one in tenant.batches.values() if not one.has_ended), None):
                 try:
-                    await self._run(tenant, Caller(name), batch)
+                    await self._run(tenant, caller, batch)
                 except UnavailableError:
                     await asyncio.sleep(RETRY_S)
                 except Exception as error:  # such as a disk that is full, or a file that somebody removed
@@ -138,7 +137,7 @@ class Batches:
                     elif not batch.has_ended:  # else its end is only not on the disk: the next server ends it again
                         await self._give_up(tenant, batch)
         finally:
-            del self._workers[name]
+            del self._workers[caller.tenant]
 
     async def _run(self, tenant: Tenant, caller: Caller, batch: StoredBatch) -> None:
         """Take a batch from its status to its end."""
@@ -184,7 +183,9 @@ class Batches:
                 batch.completed += not answer.is_error
 
             answerer = Answerer(self._service, self._bodies, caller, endpoint=batch.endpoint, priority=-MAX_PRIORITY)
-            run = asyncio.create_task(LineRunner(answerer, write, self._turns).run(lines))
+            # As many lines as there are rows, for each tenant: one at its limits keeps no other tenant's lines waiting.
+            turns = asyncio.Semaphore(self._service.engine.llm.engine.config.max_num_seqs)
+            run = asyncio.create_task(LineRunner(answerer, write, turns).run(lines))
             self._runs[batch.id] = run
             try:
                 await asyncio.wait([run], timeout=max(batch.expires_at - time.time(), 0))

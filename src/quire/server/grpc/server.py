@@ -34,11 +34,11 @@ from quire.server.grpc.messages import (
     usage_message,
 )
 from quire.server.grpc.proto import quire_pb2 as pb
-from quire.server.keys import Keys
+from quire.server.keys import Caller, Keys
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.parse import parse_chat, parse_completion
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 NAME = pb.DESCRIPTOR.services_by_name["Quire"].full_name
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -150,10 +150,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
         """The caller that a call's metadata has a valid key of; None if it has none."""
         if not len(self._keys):
-            return Caller()
+            return self._keys.everyone
         given = [str(value) for name, value in metadata or () if name == "authorization"]
-        tenant = self._keys.find_bearer(given[0]) if len(given) == 1 else None
-        return None if tenant is None else Caller(tenant)
+        return self._keys.find_bearer(given[0]) if len(given) == 1 else None
 
 
 async def _refuse(requests: AsyncIterator[bytes], call: Call) -> None:

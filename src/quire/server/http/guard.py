@@ -17,8 +17,7 @@ from quire.server.errors import ApiError
 from quire.server.http.origins import PREFLIGHT, AllowedOrigins
 from quire.server.http.request_body import HEADER as IGNORED_FIELDS
 from quire.server.http.upload import FORM_BYTES
-from quire.server.keys import Keys
-from quire.server.service import Caller
+from quire.server.keys import Caller, Keys
 
 PAGES = frozenset({"/", "/docs"})
 """Pages for people: what they show comes with a key, or is the same of every server."""
@@ -104,7 +103,10 @@ class Guard:
     def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
         """The caller of a request; ApiError if it may not be made."""
         path = scope["path"]
-        caller = Caller() if path in self._public else self._authenticate(headers, self._keys_of.get(path, self._keys))
+        if path in self._public:
+            caller = self._keys.everyone
+        else:
+            caller = self._authenticate(headers, self._keys_of.get(path, self._keys))
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
@@ -128,16 +130,16 @@ class Guard:
     def _authenticate(self, headers: dict[str, str], keys: Keys) -> Caller:
         if not len(keys):
             self._check_local(headers)
-            return Caller()
-        tenant = keys.find_bearer(headers.get("authorization", ""))
-        if tenant is None:
+            return keys.everyone
+        caller = keys.find_bearer(headers.get("authorization", ""))
+        if caller is None:
             raise ApiError(
                 401,
                 "no valid API key: send it as 'Authorization: Bearer KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return Caller(tenant)
+        return caller
 
     def _check_local(self, headers: dict[str, str]) -> None:
         """Without keys anybody on this machine may ask, but not a web page that happens to be open on it."""

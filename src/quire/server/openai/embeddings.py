@@ -15,10 +15,11 @@ from quire.core.sampling_params import SamplingParams
 from quire.embedding import check_dimensions, finish_embedding
 from quire.field_error import FieldError
 from quire.server.errors import ApiError, in_words_of
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.format import usage
 from quire.server.openai.parse import checked_priority, token_ids_of
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 MAX_NUMBERS = 2048 * 1024
 """Of one response, inputs times dimensions, as decimal digits: about 26 MB."""
@@ -83,7 +84,7 @@ class ParsedEmbeddings:
 
 async def parse_embeddings(service: Service, body: schema.EmbeddingsRequest, caller: Caller) -> ParsedEmbeddings:
     """Parse a request for embeddings: one request of the engine for each prompt. The model's files say how to pool."""
-    service.check_arrival(body.model)
+    service.check_arrival(body.model, caller)
     llm = service.engine.llm
     check_dimensions(body.dimensions, llm.model_config.hidden_size)
     is_binary = body.encoding_format == "base64"

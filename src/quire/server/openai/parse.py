@@ -9,11 +9,12 @@ from typing import Any
 from quire.core.request import Request
 from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.answer_parser import AnswerParser
 from quire.server.openai.format import ChatFormatter, CompletionFormatter, NewParser, ResponseFormatter
 from quire.server.openai.tools import ToolParser, tool_style
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 from quire.structured.form import Structured
 from quire.text.reasoning import MAX_CALLS, ReasoningParser, has_special_marks, is_opened, reasoning_style
 
@@ -49,7 +50,7 @@ async def parse_completion(
     service: Service, body: schema.CompletionRequest, caller: Caller, *, default_max_tokens: int | None = 16
 ) -> ParsedRequest:
     """Parse a completion: one request for each prompt. `default_max_tokens` of None is as many tokens as fit."""
-    service.check_arrival(body.model)
+    service.check_arrival(body.model, caller)
     prompts = await token_ids_of(service, body.prompt, caller, "prompt", schema.MAX_PROMPTS)
     params = _sampling(
         body,
@@ -120,7 +121,7 @@ async def parse_chat(
     make_formatter: MakeFormatter = ChatFormatter,
 ) -> ParsedRequest:
     """Parse a chat: one request, whose prompt the model's chat template renders."""
-    service.check_arrival(body.model)
+    service.check_arrival(body.model, caller)
     if body.max_tokens is not None and body.max_completion_tokens is not None:
         raise ApiError(400, "max_tokens and max_completion_tokens are the same; send one", param="max_tokens")
     if body.top_logprobs is not None and not body.logprobs:

@@ -6,10 +6,11 @@ Nothing is kept between requests: each brings the whole conversation.
 from typing import Any
 
 from quire.server.errors import ApiError
+from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.parse import FieldNames, ParsedRequest, parse_chat
 from quire.server.openai.responses_format import ResponsesFormatter
-from quire.server.service import Caller, Service
+from quire.server.service import Service
 
 NAMES = FieldNames(messages="input", response_format="text.format", reasoning_effort="reasoning.effort")
 LOGPROBS = "message.output_text.logprobs"
