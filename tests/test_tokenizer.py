@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from quire.checkpoint.tokenizer_files import tokenizer_from_folder
 from quire.text import pieces
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
+from tests.words import tiny_tokenizer
 
 TEXTS = [
     "",
@@ -699,3 +702,33 @@ def test_mutated_tokenizer_json_loads_or_is_a_clean_error(tmp_path: Path, data: 
         tokenizer.decode(tokenizer.encode("hello é"))
     except ValueError:
         pass
+
+
+def longest_pause_during(work) -> tuple[float, float]:
+    """Return the longest time that this thread stood still while another one did some work, and the work's time."""
+    is_over, seconds = threading.Event(), []
+
+    def run() -> None:
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+        is_over.set()
+
+    worker = threading.Thread(target=run)
+    last, longest = time.perf_counter(), 0.0
+    worker.start()
+    while not is_over.is_set():
+        now = time.perf_counter()
+        last, longest = now, max(longest, now - last)
+    worker.join()
+    return longest, seconds[0]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded():
+    """A server's streams come from other threads: they must not stand still for the seconds that a text may take."""
+    tokenizer = tiny_tokenizer()
+    for _ in range(3):  # a busy machine may pause any thread, once
+        pause, seconds = longest_pause_during(lambda: tokenizer.encode("1" * 400_000))
+        if pause < seconds / 2:
+            return
+    raise AssertionError(f"another thread stood still for {pause:.2f} s of {seconds:.2f}")

@@ -193,6 +193,17 @@ def test_tokenize_and_back(server):
     assert json.loads(server.post("/detokenize", {"tokens": tokens})[1]) == {"prompt": PROMPT}
 
 
+def test_tokenize_and_back_have_the_limit_of_prompts(server):
+    """Else a response could have many times the bytes of its request, and a client could leave thousands unread."""
+    most = json.loads(server.post("/tokenize", {"prompt": "x"})[1])["max_model_len"]
+    assert server.post("/detokenize", {"tokens": [65] * most})[0] == 200
+    for path, field, value in (("/detokenize", "tokens", [65] * (most + 1)), ("/tokenize", "prompt", "x" * (most + 1))):
+        status, body = server.post(path, {field: value})
+        error = json.loads(body)["error"]
+        assert (status, error["param"], error["code"]) == (400, field, "context_length_exceeded")
+        assert f"max_model_len={most}" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [

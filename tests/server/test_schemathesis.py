@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from schemathesis import GenerationMode
 
 from quire.server.config import ServerConfig
-from quire.server.http.openapi import ERRORS, openapi
+from quire.server.http.docs_page import docs_page
+from quire.server.http.openapi import ERRORS, openapi, openapi_json
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
 from tests.server.attack import bystander
@@ -32,6 +33,16 @@ def schema(server):
     document = json.loads(server.get("/openapi.json")[1])
     assert document == json.loads(json.dumps(openapi()))
     return schemathesis.openapi.from_dict(document)
+
+
+def test_the_document_is_built_before_a_request_asks_for_it():
+    for document in (openapi, openapi_json, docs_page):
+        document.cache_clear()
+    Api(cast(Any, None), ServerConfig(), cast(Any, None)).app(Keys([]))
+    num_built = openapi_json.cache_info().misses + docs_page.cache_info().misses
+    openapi_json()
+    docs_page()
+    assert openapi_json.cache_info().misses + docs_page.cache_info().misses == num_built == 2
 
 
 def test_every_route_is_in_the_document():

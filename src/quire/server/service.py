@@ -1,8 +1,10 @@
 """What HTTP and gRPC have in common: the model, and the slow work before a request can be submitted."""
 
 import contextlib
+import contextvars
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.async_llm import AsyncLLM
 from quire.async_llm.stream import Stream
@@ -15,11 +17,19 @@ from quire.server.threads import FairThreads, SlowJobError
 from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from quire.server.http.request_body import BodyReader
+
 TIMEOUT_S = 10.0
 """For a prompt to be encoded, a template rendered or a grammar compiled."""
 NUM_ENCODE_THREADS = 3
 NUM_GRAMMAR_THREADS = 2
-"""In each of the two pools a tenant may have all threads but one: the last is for the others."""
+NUM_FORMAT_THREADS = 2
+"""In each of the three pools a tenant may have all threads but one: the last is for the others."""
+FORMAT_TIMEOUT_S = 600.0
+"""For a response to be formatted, after those of the same tenant."""
+MAX_DECODED_ON_LOOP = 1 << 16
+"""Bytes of a JSON body that is decoded on the event loop; a longer one is decoded on an encoding thread."""
 MAX_ENCODE_JOBS = 256
 MAX_GRAMMAR_JOBS = 128
 """Running and waiting; half of them for one tenant."""
@@ -37,6 +47,15 @@ class Service:
         self.max_priority = max_priority
         self._encoding = _threads("encode", NUM_ENCODE_THREADS, MAX_ENCODE_JOBS)
         self._compiling = _threads("grammar", NUM_GRAMMAR_THREADS, MAX_GRAMMAR_JOBS, GRAMMAR_NICENESS)
+
+        self._formatting = FairThreads(
+            "format",
+            num_threads=NUM_FORMAT_THREADS,
+            max_running_each=NUM_FORMAT_THREADS - 1,
+            max_jobs=sys.maxsize,  # as many as connections: what was generated is not refused
+            max_jobs_each=sys.maxsize,
+            timeout_s=FORMAT_TIMEOUT_S,
+        )
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -72,9 +91,32 @@ class Service:
         self.check_model(model_name)
         self.engine.admission.check_room(caller.tenant)
 
+    def check_length(self, tokens: Sequence[Any], field: str) -> None:
+        """Raise ApiError if a field has more tokens than the model's context."""
+        if len(tokens) > self.max_model_len:
+            message = f"{field}: {len(tokens):,} tokens do not fit into max_model_len={self.max_model_len}"
+            raise ApiError(400, message, param=field, code="context_length_exceeded")
+
     async def run_in_thread[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
         """Run something slow off the event loop, for a bounded time, with a bounded queue, and fairly by tenant."""
         return await _in_time(self._encoding, caller, function, *args)
+
+    async def decode_body[T](
+        self, caller: Caller, bodies: "BodyReader", body: bytes, kind: type[T]
+    ) -> tuple[T, list[str]]:
+        """Return a body as a struct, and the names of its unknown fields. The event loop decodes short bodies only."""
+        if len(body) <= MAX_DECODED_ON_LOOP:
+            return bodies.read(body, kind)
+        context = contextvars.copy_context()  # its log lines name the request
+
+        def read() -> tuple[T, list[str]]:
+            return context.run(bodies.read, body, kind)
+
+        return await self.run_in_thread(caller, read)
+
+    async def format[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
+        """Format a response off the event loop, on threads that nothing else uses, and fairly by tenant."""
+        return await self._formatting.run(caller.tenant, function, *args)
 
     async def encode(self, caller: Caller, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
         """Token ids of a text that may be long, made off the event loop."""
@@ -122,6 +164,7 @@ class Service:
         """End the threads."""
         self._encoding.close()
         self._compiling.close()
+        self._formatting.close()
 
 
 @contextlib.contextmanager

@@ -79,7 +79,7 @@ class ControlTokens:
         """Token ids of a prompt rendered from marked texts: control tokens are only those that have no marker."""
         backend, alias_of, token_id_of = self._aliases
         text = self._name.sub(lambda match: alias_of[match[0]], rendered).replace(marker, "")
-        ids = backend.encode(text, add_special_tokens=False).ids
+        ids = encode_text(backend, text, add_special=False)
         return [token_id_of.get(token_id, token_id) for token_id in ids]
 
 
@@ -91,6 +91,11 @@ class _Aliases(NamedTuple):
     """Name -> alias."""
     token_id_of: dict[int, int]
     """Id of an alias, or of any other added token -> its id in the model's tokenizer."""
+
+
+def encode_text(backend: tokenizers.Tokenizer, text: str, *, add_special: bool) -> list[int]:
+    """Return the token ids of a text. Other threads run meanwhile: `Tokenizer.encode` would hold the GIL."""
+    return backend.encode_batch([text], add_special_tokens=add_special)[0].ids
 
 
 def new_marker(rendered: str) -> str:

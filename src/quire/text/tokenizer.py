@@ -18,7 +18,7 @@ import tokenizers
 
 from quire.field_error import FieldError
 from quire.text.chat_template import ChatTemplate
-from quire.text.control_tokens import ControlTokens, new_marker
+from quire.text.control_tokens import ControlTokens, encode_text, new_marker
 
 
 class Tokenizer:
@@ -91,7 +91,7 @@ class Tokenizer:
         """
         self._check(text, max_len)
         with library_errors_as("the model's tokenizer cannot encode the text"):
-            return self._backend.encode(text, add_special_tokens=add_special).ids
+            return encode_text(self._backend, text, add_special=add_special)
 
     def encode_chat(
         self,

@@ -157,13 +157,13 @@ class Answerer:
         """What a line may cost, and what makes its response."""
         service, caller, raw = self._service, self._caller, self._with_defaults(envelope)
         if envelope.url not in GENERATING:
-            body, _ = self._bodies.read(raw, schema.EmbeddingsRequest)
+            body, _ = await service.decode_body(caller, self._bodies, raw, schema.EmbeddingsRequest)
             body.priority = body.priority if self._priority is None else self._priority
             embeddings = await parse_embeddings(service, body, caller)
             cost = self._max_cost(embeddings.requests, None, "input")
             return cost, lambda: embeddings.response(service, embeddings.timeout_s, None)
         kind, parse, prefix = GENERATING[envelope.url]
-        body, _ = self._bodies.read(raw, kind)
+        body, _ = await service.decode_body(caller, self._bodies, raw, kind)
         if body.stream:
             raise ApiError(400, "stream=true: a line has its answer in one piece; leave it out", param="stream")
         body.priority = body.priority if self._priority is None else self._priority
@@ -188,7 +188,9 @@ class Answerer:
         params = parsed.requests[0].params
         if params.logprobs is None and not params.prompt_logprobs:
             return parsed.formatter.response(streams, wholes)
-        return await asyncio.to_thread(parsed.formatter.response, streams, wholes)  # many numbers take a while
+        return await service.format(
+            self._caller, parsed.formatter.response, streams, wholes
+        )  # many numbers take a while
 
     def _max_cost(self, requests: list[Request], grammar: Grammar | None, prompt_field: str) -> int:
         if not self._counts_cost:

@@ -15,10 +15,10 @@ from quire.server.batches.worker import Batches
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.application import json_response
-from quire.server.http.request_body import BodyReader
 from quire.server.http.upload import Upload
 from quire.server.openai import schema
 
+ReadBody = Callable[[HttpRequest, type[Any]], Awaitable[Any]]
 UPLOADS = frozenset({"/v1/files"})
 """Paths to which files are sent."""
 DEFAULT_PAGE = 20
@@ -28,10 +28,11 @@ MAX_PAGE = 10_000
 class BatchRoutes:
     """The routes of files and batches; all of them say so where the server keeps none."""
 
-    def __init__(self, batches: Batches | None, config: ServerConfig, bodies: BodyReader) -> None:
+    def __init__(self, batches: Batches | None, config: ServerConfig, read: ReadBody) -> None:
+        """`read` returns the body of a request as a struct."""
         self._batches = batches
         self._config = config
-        self._bodies = bodies
+        self._read = read
 
     def routes(self) -> list[Route]:
         """For the public port."""
@@ -130,7 +131,7 @@ class BatchRoutes:
 
     async def create(self, request: HttpRequest, batches: Batches) -> Response:
         """`POST /v1/batches`: answer the lines of a file."""
-        body, request.state.ignored_fields = self._bodies.read(await request.body(), schema.BatchRequest)
+        body = await self._read(request, schema.BatchRequest)
         return json_response((await batches.create(request.state.caller, body)).shown())
 
     async def batches(self, request: HttpRequest, batches: Batches) -> Response:

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import itertools
 import re
-import textwrap
+import sys
 from functools import cache
 from typing import Any
 
@@ -166,15 +166,19 @@ def field_texts(kind: type) -> dict[str, str]:
     """What the fields of a class are for: its docstrings below them, and the text of its dataclass fields."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError):  # built in, made at run time, or installed without its source
-            continue
-        assert isinstance(tree.body[0], ast.ClassDef)
-        statements = tree.body[0].body
-        for field, below in itertools.pairwise(statements):
+        for field, below in itertools.pairwise(_statements(base.__module__).get(base.__name__, ())):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(below, ast.Expr):
                 texts[field.target.id] = " ".join(str(ast.literal_eval(below.value)).split())
     if dataclasses.is_dataclass(kind):
         texts |= {one.name: one.metadata["text"] for one in dataclasses.fields(kind) if "text" in one.metadata}
     return texts
+
+
+@cache
+def _statements(module: str) -> dict[str, list[ast.stmt]]:
+    """Statements of each class of a module. Parsed once: for a single class, `inspect` parses the whole module."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (OSError, TypeError):  # built in, made at run time, or installed without its source
+        return {}
+    return {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}

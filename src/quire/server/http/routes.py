@@ -60,7 +60,7 @@ class Api:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/responses", self.responses, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
-            *BatchRoutes(self.batches, self.config, self._bodies).routes(),
+            *BatchRoutes(self.batches, self.config, self._read).routes(),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health),
@@ -75,7 +75,9 @@ class Api:
             routes.append(Route(KV_EVENTS, self.kv_events))
             keys_of[KV_EVENTS] = operator_keys
         public = PUBLIC
+        openapi_json()  # built here and cached: the first request for it would hold up every stream
         if self.config.page:
+            docs_page()
             routes += [Route("/", self.page), Route("/docs", self.docs)]
         else:
             public -= PAGES
@@ -109,7 +111,8 @@ class Api:
 
     async def _read[T](self, request: HttpRequest, kind: type[T]) -> T:
         """The body of a request; the guard names what was ignored of it in the response."""
-        body, request.state.ignored_fields = self._bodies.read(await request.body(), kind)
+        raw, caller = await request.body(), request.state.caller
+        body, request.state.ignored_fields = await self.service.decode_body(caller, self._bodies, raw, kind)
         return body
 
     async def _respond(self, request: HttpRequest, parsed: ParsedRequest) -> Response:
@@ -153,22 +156,27 @@ class Api:
         finally:
             self.service.cancel(streams)
         # Log-probabilities of many tokens take a while to write down.
-        return await asyncio.to_thread(lambda: json_response(response(streams, wholes)))
+        return await self.service.format(request.state.caller, lambda: json_response(response(streams, wholes)))
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """`POST /tokenize`: text to token ids."""
         body = await self._read(request, schema.TokenizeRequest)
         self.service.check_model(body.model)
-        add_special = body.add_special_tokens is not False
-        tokens = await self.service.encode(request.state.caller, body.prompt, add_special)
+        caller, add_special = request.state.caller, body.add_special_tokens is not False
+        with self.service.engine.admission.hold(caller.tenant):
+            tokens = await self.service.encode(caller, body.prompt, add_special)
+        self.service.check_length(tokens, "prompt")
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self.service.max_model_len})
 
     async def detokenize(self, request: HttpRequest) -> Response:
         """`POST /detokenize`: token ids to text."""
         body = await self._read(request, schema.DetokenizeRequest)
         self.service.check_model(body.model)
+        self.service.check_length(body.tokens, "tokens")
         decode, caller = self.service.tokenizer.decode, request.state.caller
-        return json_response({"prompt": await self.service.run_in_thread(caller, decode, body.tokens, False)})
+        with self.service.engine.admission.hold(caller.tenant):
+            text = await self.service.run_in_thread(caller, decode, body.tokens, False)
+        return json_response({"prompt": text})
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`: the one model."""

@@ -2,8 +2,10 @@
 
 import time
 import uuid
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
 
 from quire.async_llm.stream import Stream
 from quire.async_llm.updates import Update
@@ -15,6 +17,8 @@ from quire.server.service import Service
 from quire.text.reasoning import Part, text_of
 from quire.text.tokenizer import Tokenizer
 
+Columns = dict[str, list[Any]]
+"""Log-probabilities of a completion: lists of one entry per token, by the name of their field."""
 NewParser = Callable[[], AnswerParser]
 """Makes what reads the text of one sequence."""
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -38,6 +42,7 @@ class ResponseFormatter:
         self.include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self.return_token_ids = bool(body.return_token_ids)
         self.prompt_logprobs = bool(body.prompt_logprobs)
+        self._shared: dict[tuple[str, str], msgspec.Raw] = {}
 
     def head(self, name: str) -> dict[str, Any]:
         """The fields that every object of this response begins with."""
@@ -87,13 +92,24 @@ class ResponseFormatter:
         if self.return_token_ids:
             extras["token_ids"] = update.token_ids
             if is_whole or update.finish_reason:
-                extras["prompt_token_ids"] = list(stream.request.prompt_token_ids)
+                ids = stream.request.prompt_token_ids
+                extras["prompt_token_ids"] = self._share("prompt_token_ids", stream, lambda: ids)
         if self.prompt_logprobs and update.finish_reason:
-            extras["prompt_logprobs"] = [
-                entry and {"token_id": entry.token_id, "token": self.token(entry.token_id), "logprob": entry.logprob}
-                for entry in stream.prompt_logprobs or ()
-            ]
+            extras["prompt_logprobs"] = self._share("prompt_logprobs", stream, lambda: self._prompt_logprobs(stream))
         return extras
+
+    def _share(self, name: str, stream: Stream, make: Callable[[], Any]) -> msgspec.Raw:
+        """JSON of a field that all choices of one prompt have: made for the first of them."""
+        key = (name, stream.request.id)
+        if key not in self._shared:
+            self._shared[key] = msgspec.Raw(msgspec.json.encode(make()))
+        return self._shared[key]
+
+    def _prompt_logprobs(self, stream: Stream) -> list[dict[str, Any] | None]:
+        return [
+            entry and {"token_id": entry.token_id, "token": self.token(entry.token_id), "logprob": entry.logprob}
+            for entry in stream.prompt_logprobs or ()
+        ]
 
     def token(self, token_id: int) -> str:
         """A token as text, special tokens too."""
@@ -106,6 +122,16 @@ class ResponseFormatter:
 
 
 # -- completions ------------------------------------------------------------------------------------------------------
+
+
+class _Echo(NamedTuple):
+    """What `echo` puts before the text of every choice of one prompt."""
+
+    text: str
+    columns: dict[str, bytes]
+    """JSON of the prompt's log-probabilities without brackets, by the name of their field."""
+    end: int
+    """Offset in the text at which the prompt ends."""
 
 
 class CompletionFormatter(ResponseFormatter):
@@ -122,6 +148,7 @@ class CompletionFormatter(ResponseFormatter):
         self._given_prompts: Any = body.prompt
         self._begun: set[int] = set()
         self._offsets: dict[int, int] = {}
+        self._echoes: dict[int, _Echo] = {}
 
     def choice(self, prompt: int, stream: Stream, whole: Update) -> dict[str, Any]:
         """One choice of a whole completion."""
@@ -137,15 +164,13 @@ class CompletionFormatter(ResponseFormatter):
         index = prompt * self.n + update.index
         is_first = index not in self._begun
         self._begun.add(index)
-        text = update.text
-        entries: list[TokenLogprob | None] = list(update.logprobs)
-        if self.echo and is_first:
-            text = self._prefix(prompt) + text
-            if self.logprobs is not None:
-                entries = list(stream.prompt_logprobs or ()) + entries
+        echo = self._echo(prompt, stream) if self.echo and is_first else None
         shown = None
         if self.logprobs is not None:
-            shown = self._logprobs(index, entries, self._prompts[prompt] if self.echo and is_first else [])
+            at = echo.end if echo else self._offsets.get(index, 0)
+            columns, self._offsets[index] = self._logprobs(update.logprobs, [], at)
+            shown = _joined(echo.columns, columns) if echo else columns
+        text = echo.text + update.text if echo else update.text
         choice = {
             "index": index,
             "text": text,
@@ -154,6 +179,15 @@ class CompletionFormatter(ResponseFormatter):
         }
         return choice | self._extras(stream, update, is_whole=is_whole)
 
+    def _echo(self, prompt: int, stream: Stream) -> _Echo:
+        if prompt not in self._echoes:
+            columns, end = {}, 0
+            if self.logprobs is not None:
+                shown, end = self._logprobs(stream.prompt_logprobs or (), self._prompts[prompt], 0)
+                columns = {name: msgspec.json.encode(column)[1:-1] for name, column in shown.items()}
+            self._echoes[prompt] = _Echo(self._prefix(prompt), columns, end)
+        return self._echoes[prompt]
+
     def _prefix(self, prompt: int) -> str:
         """The prompt as the client sent it, for `echo`."""
         given = self._given_prompts if isinstance(self._given_prompts, str) else self._given_prompts[prompt]
@@ -161,15 +195,20 @@ class CompletionFormatter(ResponseFormatter):
             return given
         return self.tokenizer.decode(self._prompts[prompt]) if self.tokenizer else ""
 
-    def _logprobs(self, index: int, entries: list[TokenLogprob | None], prompt: list[int]) -> dict[str, Any]:
-        tokens, offsets, at = [], [], self._offsets.get(index, 0)
+    def _logprobs(
+        self, entries: Sequence[TokenLogprob | None], token_ids: Sequence[int], at: int
+    ) -> tuple[Columns, int]:
+        """The columns of tokens whose text begins at an offset, and the offset at which it ends.
+
+        `token_ids` are those of tokens that may have no entry.
+        """
+        tokens, offsets = [], []
         for i, entry in enumerate(entries):
-            text = self.token(entry.token_id if entry else prompt[i])
+            text = self.token(entry.token_id if entry else token_ids[i])
             tokens.append(text)
             offsets.append(at)
             at += len(text)
-        self._offsets[index] = at
-        return {
+        columns = {
             "tokens": tokens,
             "token_logprobs": [entry and entry.logprob for entry in entries],
             "top_logprobs": [
@@ -177,6 +216,13 @@ class CompletionFormatter(ResponseFormatter):
             ],
             "text_offset": offsets,
         }
+        return columns, at
+
+
+def _joined(before: dict[str, bytes], columns: Columns) -> dict[str, msgspec.Raw]:
+    """JSON of columns that follow others, which are JSON already."""
+    parts = {name: (before[name], msgspec.json.encode(column)[1:-1]) for name, column in columns.items()}
+    return {name: msgspec.Raw(b"[" + b",".join(filter(None, part)) + b"]") for name, part in parts.items()}
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------

@@ -29,6 +29,10 @@ TEMPLATE_KWARGS = (
 """Variables of chat templates that a request may set."""
 
 
+MAX_RESPONSE_NUMBERS = 1 << 22
+"""Log-probabilities, alternatives and token ids of one response: about 50 MB of JSON."""
+
+
 @dataclass(slots=True)
 class ParsedRequest:
     """A client's request, parsed: what to submit to the engine, and how to format the response."""
@@ -84,9 +88,7 @@ def _ids(service: Service, entry: Any, field: str) -> list[int]:
     """Check a prompt of token ids; its length first, because it may be long."""
     if not isinstance(entry, list):
         raise _mixed(field)
-    if len(entry) > service.max_model_len:
-        message = f"{field}: {len(entry):,} tokens do not fit into max_model_len={service.max_model_len}"
-        raise ApiError(400, message, param=field, code="context_length_exceeded")
+    service.check_length(entry, field)
     if not all(isinstance(token_id, int) for token_id in entry):
         raise _mixed(field)
     return entry
@@ -314,6 +316,7 @@ def _parsed_request(
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
+    _check_response_size(service, body, params, prompts)
     requests = [
         Request(
             id=f"{formatter.id}-{i}-{uuid.uuid4().hex[:8]}",
@@ -328,6 +331,28 @@ def _parsed_request(
         for i, prompt in enumerate(prompts)
     ]
     return ParsedRequest(requests, formatter, stream, body.timeout, structured)
+
+
+def _check_response_size(
+    service: Service, body: schema.Sampling, params: SamplingParams, prompts: list[list[int]]
+) -> None:
+    """Raise ApiError if a response could have too many log-probabilities and token ids."""
+    num_each = 0 if params.logprobs is None else params.logprobs + 1
+    num_ids, is_echo = int(bool(body.return_token_ids)), isinstance(body, schema.CompletionRequest) and bool(body.echo)
+    num_each_of_prompt = num_ids + bool(body.prompt_logprobs) + is_echo * (num_each + 1)
+    if not num_each and not num_ids and not num_each_of_prompt:
+        return
+    count = 0
+    for prompt in prompts:
+        room = max(service.max_model_len - len(prompt), 0)
+        num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        count += params.n * (num_tokens * (num_each + num_ids) + len(prompt) * num_each_of_prompt)
+    if count > MAX_RESPONSE_NUMBERS:
+        message = (
+            f"n={params.n}: the response may have {count:,} log-probabilities and token ids, at most "
+            f"{MAX_RESPONSE_NUMBERS:,} are allowed; lower n, max_tokens or logprobs, or leave out echo"
+        )
+        raise ApiError(400, message, param="n", code="response_too_large")
 
 
 def checked_priority(service: Service, priority: int | None) -> int:
