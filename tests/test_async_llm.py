@@ -694,6 +694,34 @@ def test_a_failed_step_fails_its_requests_with_its_error_and_the_engine_goes_on(
     run(main)
 
 
+def test_the_log_names_the_requests_of_a_failed_step(caplog):
+    """Once each, by the id that the client knows, and not those that waited."""
+    gate = Gate()
+
+    async def main() -> None:
+        async with opened(gate, max_num_seqs=20, max_num_batched_tokens=128, num_pages=400) as llm:
+            gate.close()
+            parts = [f"job-{i // 2}-{i % 2}-0123abcd" for i in range(24)]
+            tasks = [asyncio.create_task(llm.generate(PROMPT, tokens(50), request_id=part)) for part in parts]
+            await until(lambda: llm.num_streams == 24)
+            await asyncio.to_thread(gate.wait_until_held)
+            gate.let(1)  # from now on the step has as many rows as there are
+            await asyncio.to_thread(gate.wait_until_held)
+            llm.llm.engine.runner.fail_next = "before"
+            gate.open()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(main)
+    (line,) = (record for record in caplog.records if record.message == "a step failed")
+    assert line.requests == 10
+    assert line.request_ids == [f"job-{i}" for i in range(8)]
+    assert line.error == "InjectedError"
+
+
+class Panic(BaseException):
+    """What a panic of a Rust library is in Python: not an Exception."""
+
+
 class Breaking:
     """Ends the engine's thread: what watches steps must not raise."""
 

@@ -2,14 +2,18 @@
 
 import asyncio
 import contextlib
+import io
 import json
+import logging
 import time
 
+import msgspec
 import pytest
 
 from quire import AsyncLLM
 from quire.async_llm.admission import Admission
 from quire.core.request import MAX_PRIORITY
+from quire.core.request_id import client_id
 from quire.server.batches import store as store_module
 from quire.server.batches import worker as worker_module
 from quire.server.batches.answer_file import AnswerFile
@@ -18,6 +22,7 @@ from quire.server.batches.worker import Batches
 from quire.server.errors import ApiError
 from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller
+from quire.server.logs import JsonLines, log_for, read_line
 from quire.server.openai import schema
 from quire.server.service import Service
 from tests.batch_files import completion, read_answers
@@ -115,6 +120,41 @@ def test_lines_run_at_the_lowest_priority_and_as_many_as_there_are_rows(tmp_path
                 assert (await ended(batch)).completed == 40
 
     run(go)
+
+
+def test_lines_have_ids_of_their_own_and_the_key_of_their_batch(tmp_path, monkeypatch):
+    """Neither a stream nor a line of the log names the request that made the batch."""
+    log, alice = io.StringIO(), Caller("tenant", "alice", request_id="of-the-post")
+    handler = logging.StreamHandler(log)
+    handler.setFormatter(JsonLines())
+    logger = logging.getLogger("quire.server")
+    logger.addHandler(handler)
+
+    async def go():
+        gate = Gate()
+        async with batches_in(tmp_path, gate) as batches:
+            gate.close()
+            log_for({"caller": alice})
+            batch = await add_batch(batches, 2, alice)
+            async with asyncio.timeout(LONG_S):
+                while len(streams := batches._service.engine.streams) < 2:
+                    await asyncio.sleep(0.005)
+            origins = {stream.origin for stream in streams}
+            assert {origin.key for origin in origins} == {"alice"}
+            assert len({origin.request_id for origin in origins}) == 2
+            for stream in streams:
+                assert stream.origin.request_id.startswith("cmpl-")
+                assert client_id(stream.request.id) == stream.origin.request_id
+            monkeypatch.setattr(AnswerFile, "write", lambda self, answer: 1 / 0)
+            gate.open()
+            await ended(batch)
+
+    try:
+        run(go)
+    finally:
+        logger.removeHandler(handler)
+    (line,) = [read_line(one) for one in log.getvalue().splitlines()]
+    assert (line.event, line.key, line.request_id) == ("batch failed", "alice", msgspec.UNSET)
 
 
 @pytest.mark.parametrize("where", ["add_file", "save", "become"])

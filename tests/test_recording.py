@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -178,6 +179,37 @@ def test_no_word_and_no_token_is_written(tmp_path):
     for number in (*prompt, 42_424, 43_434, 515_151):
         assert str(number) not in text
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_request_is_found_by_the_id_of_its_client(tmp_path, capsys):
+    """All of its parts are; the file has no id in the clear, and a file without ids is replayed all the same."""
+    path = tmp_path / "run"
+    engine = fake_engine(record=str(path), num_pages=64)
+    for request_id in ("order-1234-0-0123abcd", "order-1234-1-4567cdef", "another"):
+        params = SamplingParams(max_tokens=4)
+        engine.add(Request(id=request_id, prompt_token_ids=(1, 2, 3), params=params))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    assert "order" not in gzip.decompress(path.read_bytes()).decode()
+    arrivals = [found.arrival for found in replay(path, request_id="order-1234").found]
+    assert len(arrivals) == 2
+    assert main(["replay", str(path), "--request", "another"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(
+        rf"^request another: arrival {arrivals[1] + 1}, added after 0\.\d+ s, 3 prompt", shown, re.MULTILINE
+    )
+    assert main(["replay", str(path), "--request", "order"]) == 0
+    assert "request order: not among the 3 requests that were replayed" in capsys.readouterr().out
+
+    header, records = read_records(path)
+    lines = [header, *records]
+    for record in (line for line in lines[1:] if line[0] == "add"):
+        assert len(record[5].pop("request")) == 16
+    older = tmp_path / "older"
+    older.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    result = replay(older, request_id="another")
+    assert (result.difference, result.requests, result.found) == (None, 3, [])
 
 
 def test_the_command_says_whether_it_is_the_same(recording, monkeypatch, capsys):

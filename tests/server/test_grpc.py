@@ -1,12 +1,14 @@
 """A real gRPC client against a real server: the tokens of `LLM` offline, the limits and keys of HTTP."""
 
 import itertools
+import json
 import pickle
 import re
 import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -18,12 +20,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from quire import SamplingParams
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.grpc.proto import quire_pb2_grpc
+from quire.server.logs import read_line
 from tests.server.process import LONGEST_S, SMALL, serving
 
 pytestmark = pytest.mark.own_server
 
 ROOT = Path(__file__).resolve().parents[2]
-KEY, OTHER = "key-of-one-tenant", "key-of-another"
+KEY, OTHER, ADMIN_KEY = "key-of-one-tenant", "key-of-another", "key-of-an-admin"
 PROMPT = "The old harbour was quiet, and "
 METHODS = ("Generate", "Run", "Embed", "Abort", "GetModel")
 Ask = pb.GenerateRequest
@@ -70,7 +73,8 @@ class Client:
 
 @pytest.fixture(scope="module")
 def rpc_server(tiny_folder):
-    with serving(tiny_folder, *SMALL, "--grpc-port", "0", "--api-key", KEY, "--api-key", OTHER) as running:
+    flags = ("--grpc-port", "0", "--api-key", KEY, "--api-key", OTHER, "--admin-port", "0", "--admin-key", ADMIN_KEY)
+    with serving(tiny_folder, *SMALL, *flags) as running:
         yield running
 
 
@@ -286,6 +290,61 @@ def test_abort_ends_requests_of_the_same_key_only(client, rpc_server):
     assert "the request was cancelled" in caught.value.details()  # from the server
     rpc_server.wait_idle()
     assert client.abort("long") == 0
+
+
+def call_line(server, request_id):
+    """The line of the access log about a call with this id."""
+    server.wait_for_line('"event": "call"', f'"request_id": "{request_id}"')
+    lines = (read_line(line) for line in server.lines if line.startswith("{"))
+    return next(one for one in lines if (one.event, one.request_id) == ("call", request_id))
+
+
+def named(client, given, **fields):
+    """Call `Run` with `x-request-id` as metadata; returns the ids in the response and in its trailing metadata."""
+    metadata = (*client.metadata, ("x-request-id", given))
+    response, call = client.stub.Run.with_call(Ask(text="x", max_tokens=1, **fields), metadata=metadata)
+    return response.request_id, dict(call.trailing_metadata())["x-request-id"]
+
+
+def test_x_request_id_of_a_call_is_echoed_and_logged(client, rpc_server):
+    assert named(client, "from/metadata=1") == ("from/metadata=1", "from/metadata=1")
+    line = call_line(rpc_server, "from/metadata=1")
+    assert (line.route, line.status, line.reason) == ("/quire.v1.Quire/Run", "OK", None)
+    assert line.key.startswith("key-")
+    assert named(client, "the-call", request_id="the-message") == ("the-message", "the-call")
+    assert call_line(rpc_server, "the-call").status == "OK"
+    for wrong in ("two words", "z" * 129):
+        with pytest.raises(grpc.RpcError) as caught:
+            named(client, wrong)
+        assert caught.value.code() == StatusCode.INVALID_ARGUMENT
+        trailing = dict(caught.value.trailing_metadata())
+        assert trailing["quire-field"] == "x-request-id"
+        assert call_line(rpc_server, trailing["x-request-id"]).reason == "invalid_request_id"
+
+
+@pytest.mark.parametrize("how", ["Abort", "admin"])
+def test_a_call_is_aborted_by_its_x_request_id(client, rpc_server, how):
+    request_id = f"ended-by-{how}"
+    metadata = (*client.metadata, ("x-request-id", request_id))
+    stream = client.stub.Generate(Ask(text=PROMPT, ignore_eos=True, n=8), metadata=metadata, timeout=LONGEST_S)
+    next(stream)
+    if how == "Abort":
+        assert client.abort(request_id) == 1
+    else:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{rpc_server.admin_port}/admin/abort",
+            json.dumps({"request_id": request_id}).encode(),
+            {"content-type": "application/json", "authorization": f"Bearer {ADMIN_KEY}"},
+        )
+        with urllib.request.urlopen(request, timeout=LONGEST_S) as response:
+            assert json.load(response) == {"aborted_requests": 1}
+    with pytest.raises(grpc.RpcError) as caught:
+        list(stream)
+    assert caught.value.code() == StatusCode.CANCELLED
+    assert dict(caught.value.trailing_metadata())["x-request-id"] == request_id
+    line = call_line(rpc_server, request_id)
+    assert (line.route, line.status, line.reason) == ("/quire.v1.Quire/Generate", "CANCELLED", "cancelled")
+    rpc_server.wait_idle()
 
 
 def test_a_client_that_cancels_holds_no_page(client, rpc_server):

@@ -381,7 +381,7 @@ def test_errors_and_logs_tell_no_prompt_no_path_and_no_address(hostile, offline)
     (place / "fault").write_text("raise")
     ask("/v1/completions", {"model": "tiny", "prompt": prompt}, 500)
     server.wait_for_line('"status": 500')
-    server.wait_for_line("a step failed")
+    server.wait_for_line("a step failed", '"requests": 1')
     logs = "".join(server.lines[_first_request(server) :])
     assert '"status": 500' in logs
     assert "a step failed" in logs

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from quire import SamplingParams
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream, Times
 from quire.cli import main
 from quire.core.page_map import snapshot
@@ -255,7 +256,7 @@ def test_the_memory_of_requests_is_bounded():
     request = Request(id="a", prompt_token_ids=(1,), params=SamplingParams())
     stream = object.__new__(Stream)
     stream.request, stream.times = request, Times(1.0, 2.0, 3.0, 4.0, 5.0)
-    stream.num_cached_tokens, stream.num_output_tokens = 0, 3
+    stream.num_cached_tokens, stream.num_output_tokens, stream.origin = 0, 3, Origin()
     for _ in range(trace_log.MAX_REQUESTS + 10):
         log.on_end(stream, None)
     assert len(log._requests) == trace_log.MAX_REQUESTS

@@ -113,7 +113,6 @@ class Admission:
         """Tokens that the requests which wait may come to together."""
         self.num_rows = num_rows
         """Sequences that run at once: as long as some are free, no request is refused for the length of the queue."""
-        self.num_rejected = 0
         self._find_client = find_client
         self._clock = clock
         self._waiting: dict[str, _Counted] = {}  # the oldest first
@@ -303,7 +302,6 @@ class Admission:
     def _reject(
         self, message: str, code: str = "overloaded", retry_after_s: int | None = None, *, reason: str | None = None
     ) -> None:
-        self.num_rejected += 1
         seconds = self.retry_after_s if retry_after_s is None else retry_after_s
         raise OverloadError(message, seconds, code, reason=reason)
 

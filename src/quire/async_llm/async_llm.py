@@ -28,6 +28,7 @@ from quire.async_llm.errors import DeadlineError, UnavailableError
 from quire.async_llm.heartbeat import STALLED_AFTER_S
 from quire.async_llm.observer import Observer
 from quire.async_llm.open_streams import CHECK_EVERY_S, OpenStreams
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.async_llm.text_stream import TextStream
 from quire.config import EngineConfig, EngineKnobs, ModelConfig, check_whole
@@ -51,6 +52,7 @@ SHORT_TEXT_LEN = 4096
 MAX_WAITING = 1 << 31
 
 STOPPING = "the engine is stopping"
+NO_ORIGIN = Origin()
 
 
 class AsyncLLM:
@@ -440,7 +442,7 @@ class AsyncLLM:
         each: Callable[[Stream], T],
         *,
         timeout_s: float | None = None,
-        traceparent: str | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> list[T]:
         """Run many requests of one client, all or none, and return what `each` makes of every stream that has ended.
 
@@ -465,7 +467,7 @@ class AsyncLLM:
                         raise DeadlineError
                     new = self._streams.open(requests[begin:end], works[begin:end], left, None, is_admitted=begin > 0)
                     for stream in new:
-                        stream.traceparent = traceparent
+                        stream.origin = origin
                     under_way += new
                     await under_way[0].read_all()
                     done.append(each(under_way.popleft()))

@@ -23,6 +23,7 @@ from quire.async_llm.page_feed import PageFeed
 from quire.async_llm.updates import Update
 from quire.core.errors import RequestError
 from quire.core.request import Request
+from quire.core.request_id import client_id
 from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import TokenEvent, TokenLogprob
 from quire.core.stopping import FinishReason, Grammar
@@ -32,6 +33,8 @@ from quire.outputs import new_text
 
 IDLE_BEAT_S = 1.0
 """How often an idle thread shows itself."""
+MAX_LOGGED_IDS = 8
+"""Maximum number of requests that one line of the log names."""
 MAX_FAILED_IN_A_ROW = 3
 FAILING_S = 5.0
 """After so many failed steps in a row, so long nothing is taken."""
@@ -300,7 +303,9 @@ class EngineThread:
         """A step failed. When that goes on, everything ends, and for a while nothing is taken."""
         self.num_failed_steps += 1
         self._num_failed_in_a_row += 1
-        _log.error("a step failed", extra=described(error))
+        held = dict.fromkeys(map(client_id, engine.failed_requests))
+        named = {"request_ids": list(held)[:MAX_LOGGED_IDS], "requests": len(held)}
+        _log.error("a step failed", extra=described(error) | named)
         self._deliver()
         is_over = self._num_failed_in_a_row >= MAX_FAILED_IN_A_ROW
         for state in list(self._states.values()):

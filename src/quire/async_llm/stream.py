@@ -9,6 +9,7 @@ from typing import Protocol
 from quire.async_llm.admission import Work
 from quire.async_llm.engine_thread import RequestState
 from quire.async_llm.loop_mailbox import LoopMailbox
+from quire.async_llm.origin import Origin
 from quire.async_llm.updates import Update, UpdateBuffer
 from quire.core.request import Request
 from quire.core.stopping import Grammar
@@ -69,8 +70,7 @@ class Stream(RequestState):
         """Ends it when its time is over."""
         self.times = Times(time.monotonic())
         self.num_output_tokens = 0
-        self.traceparent: str | None = None
-        """What the client calls the trace that this is a part of."""
+        self.origin = Origin()
         self.token_times: dict[int, float] = {}
         """When the last tokens of each sequence came."""
         self.finish_reasons: dict[int, str] = {}

@@ -312,6 +312,8 @@ def _replay_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = "Run the scheduler over a recording, without a device, and say whether every decision is the same."
     parser = commands.add_parser("replay", help="decide again what was recorded, and compare", description=text)
     parser.add_argument("file", metavar="FILE", help="what --record wrote")
+    text = "also print the request of this id: its arrival, when it was added and its lengths"
+    parser.add_argument("--request", metavar="ID", help=text)
 
 
 def _simulate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:

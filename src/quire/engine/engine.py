@@ -119,6 +119,8 @@ class Engine:
         self._to_abort: deque[str] = deque()
         self._undelivered: list[TokenEvent] = []
         """Events of a step whose `meanwhile` raised."""
+        self.failed_requests: list[str] = []
+        """Ids of the requests that the last step held, if it failed."""
         self._num_arrived = self._prompt_tokens = 0
         self._last_number = 0
         """The highest version of weights that was a number."""
@@ -164,6 +166,7 @@ class Engine:
         it raises is raised once the step is committed; the events of that step then come with those of the next.
         """
         self._check_awake()
+        self.failed_requests = []
         timer = self._timer
         timer.start()
         plan = self._schedule()
@@ -211,6 +214,7 @@ class Engine:
         try:
             yield
         except BaseException as error:
+            self.failed_requests = list(dict.fromkeys(row.sequence.request.id for row in plan.rows))
             cache_survived, failed = False, isinstance(error, Exception)
             try:
                 cache_survived = self.runner.recover()

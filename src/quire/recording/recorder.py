@@ -1,7 +1,7 @@
 """A scheduler that writes down what it is told and what it decides.
 
-No text, no token id, no name of a request, a tenant or a version is written: a request is the number of its arrival,
-and pages that hold the same tokens are known by hashes under a key that is forgotten with the process.
+No text, no token id, no name of a tenant or a version is written: a request is the number of its arrival, with a hash
+of its id, and pages that hold the same tokens are known by hashes under a key that is forgotten with the process.
 """
 
 import secrets
@@ -21,7 +21,7 @@ from quire.core.prefix_cache import PrefixCache
 from quire.core.scheduler_config import SchedulerConfig
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version, Weights
 from quire.recording.decisions import WatchedScheduler
-from quire.recording.fields import DEFAULTS, FIELDS
+from quire.recording.fields import DEFAULTS, FIELDS, hashed_id
 from quire.recording.recording_file import FORMAT, VERSION, Record, RecordingWriter
 
 NAME_BYTES = 8
@@ -63,9 +63,8 @@ class RecordingScheduler(WatchedScheduler):
     def add(self, sequence: Sequence) -> None:
         """See `Scheduler`."""
         super().add(sequence)
-        self._write(
-            ["add", self._now(), sequence.arrival, sequence.prompt_len, sequence.max_tokens, self._more(sequence)]
-        )
+        more = self._more(sequence) | {"request": hashed_id(sequence.request.id)}
+        self._write(["add", self._now(), sequence.arrival, sequence.prompt_len, sequence.max_tokens, more])
 
     def fork(self, sequence: Sequence, changed: Sequence | None = None, token_ids: SequenceOf[int] = ()) -> Sequence:
         """See `Scheduler`."""

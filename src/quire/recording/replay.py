@@ -5,7 +5,7 @@ Runs without a device and without jax. Stops at the first difference: what comes
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from quire.core.scheduler_config import SchedulerConfig
 from quire.core.sequence import Sequence, SequenceState, Weights
 from quire.core.stopping import FinishReason
 from quire.recording.decisions import Decision, WatchedScheduler, describe
-from quire.recording.fields import FIELDS
+from quire.recording.fields import FIELDS, hashed_id
 from quire.recording.recording_file import FORMAT, VERSION, RecordingError, read_records
 from quire.recording.stand_ins import END_OF, OTHER, PLAIN, StandInResult, stand_in
 
@@ -29,7 +29,7 @@ MAX_LIVE = 1 << 20
 MAX_LIVE_TOKENS = 1 << 26
 NAME_LEN = 16
 """Hexadecimal digits of a page's name."""
-MORE = {*FIELDS, "logprobs", "priority", "salt", "tenant", "stream", "keeps_end", "grammar"}
+MORE = {*FIELDS, "logprobs", "priority", "salt", "tenant", "stream", "keeps_end", "grammar", "request"}
 """What a request may say beside its lengths."""
 REASONS = {str(reason): reason for reason in FinishReason}
 
@@ -46,6 +46,16 @@ class Difference(NamedTuple):
     """What differs."""
 
 
+class FoundRequest(NamedTuple):
+    """A request of a recording that was found by its id."""
+
+    arrival: int
+    added_s: float
+    """Seconds from the start of the recording to the request's arrival."""
+    prompt_len: int
+    max_tokens: int
+
+
 @dataclass
 class ReplayResult:
     """What was replayed."""
@@ -55,6 +65,8 @@ class ReplayResult:
     steps: int = 0
     preemptions: int = 0
     difference: Difference | None = None
+    found: list[FoundRequest] = field(default_factory=list)
+    """Requests of the id that was looked for."""
 
 
 class Header(NamedTuple):
@@ -149,9 +161,11 @@ class Replay:
         header: Header,
         kind: Callable[..., WatchedScheduler] = WatchedScheduler,
         on_end: Callable[[Sequence], None] | None = None,
+        request_id: str | None = None,
     ) -> None:
-        """`on_end` gets every sequence that has ended."""
+        """`on_end` gets every sequence that has ended; requests of `request_id` are noted in the result."""
         self._on_end = on_end
+        self._wanted = None if request_id is None else hashed_id(request_id)
         self.scheduler = scheduler = header.config.build(kind)
         scheduler.costs.seconds_per_move = header.seconds_per_move
         scheduler.costs.pages_per_move = header.pages_per_move
@@ -203,13 +217,16 @@ class Replay:
 
     def _add(self, time_us: int, arrival: int, prompt_len: int, max_tokens: int, more: dict[str, Any]) -> None:
         check_request(time_us, arrival, prompt_len, max_tokens, more)
-        first = stand_in(arrival, prompt_len, max_tokens, **more)
+        decisive = {name: more[name] for name in more if name != "request"}
+        first = stand_in(arrival, prompt_len, max_tokens, **decisive)
         for _ in range(first.params.n - 1):
             first.fork()
         for sequence in first.family:
             self._live(sequence)
         self.scheduler.add(first)
         self.result.requests += 1
+        if self._wanted and more.get("request") == self._wanted:
+            self.result.found.append(FoundRequest(arrival, time_us / 1e6, prompt_len, max_tokens))
 
     def _fork(
         self, time_us: int, arrival: int, index: int, child_index: int, num_forced: int, other: list[Any] | None
@@ -370,10 +387,12 @@ def _real(value: Any) -> float:
     return float(value)
 
 
-def replay(path: Path, kind: Callable[..., WatchedScheduler] = WatchedScheduler) -> ReplayResult:
+def replay(
+    path: Path, kind: Callable[..., WatchedScheduler] = WatchedScheduler, request_id: str | None = None
+) -> ReplayResult:
     """Run a recording through a scheduler, up to the first difference. RecordingError if the file is not whole."""
     header, records = read_records(path)
-    one = Replay(read_header(header), kind)
+    one = Replay(read_header(header), kind, request_id=request_id)
     try:
         for record in records:
             difference = one.tell(record)

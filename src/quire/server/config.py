@@ -44,6 +44,7 @@ class ServerConfig:
     batch_folder: str | None = knob(None, "for /v1/files and /v1/batches, of this server alone; by default none")
     max_batch_file_bytes: int = knob(200 << 20, "of one file for /v1/batches", expert=True)
     max_batch_bytes: int = knob(10 << 30, "of all files and answers of batches, for each key", expert=True)
+    access_log: str = knob("all", "requests that have a line in the log: all, errors or off")
     max_priority: int = knob(0, "the highest priority a request may have", expert=True)
     max_connections: int = knob(1024, "open connections; more are closed at once", expert=True)
     max_body_bytes: int = knob(8 << 20, "of one request", expert=True)
@@ -71,6 +72,8 @@ class ServerConfig:
             "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), 1, 1 << 40)
+        if self.access_log not in ("all", "errors", "off"):
+            raise ValueError(f"access_log={self.access_log!r} must be all, errors or off")
         for name in ("max_key_requests", "max_key_queued_tokens", "max_key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, 1 << 40)

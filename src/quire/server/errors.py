@@ -31,13 +31,21 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
+        """`reason` is logged and counted, where the code that clients know says less."""
         super().__init__(message)
+        self._reason = reason
         self.status = status
         self.message = message
         self.param = param
         self.code = code
         self.headers = headers or {}
+
+    @property
+    def reason(self) -> str:
+        """What is logged and counted: without a reason of its own the code, or the type where there is none."""
+        return self._reason or self.code or self.body["error"]["type"]
 
     @property
     def body(self) -> dict[str, Any]:
@@ -62,7 +70,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(499, "the client is gone", code="cancelled")
     if isinstance(error, OverloadError):
         headers = {"Retry-After": str(error.retry_after_s)}
-        return ApiError(429, str(error), code=error.code, headers=headers)
+        return ApiError(429, str(error), code=error.code, headers=headers, reason=error.reason)
     if isinstance(error, UnavailableError):
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, GenerationError):

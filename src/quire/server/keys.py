@@ -45,6 +45,8 @@ class Caller:
     weight: int = 1
     """Share of the engine relative to other callers, when all of them have requests waiting."""
     limits: Limits = NO_LIMITS
+    request_id: str = ""
+    """Identifier of the one request that this caller makes. Empty for lines of batches, which have their own."""
 
     def salt(self, cache_salt: str) -> str:
         """Return the salt of the caller's prefixes in the cache; no other caller has it, whatever salt it sends."""

@@ -10,6 +10,9 @@ import logging
 import sys
 import threading
 import time
+from collections.abc import Mapping
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +21,8 @@ from msgspec import UNSET, Meta, UnsetType
 from quire.async_llm.errors import described
 
 TIME = r"^\d{4}-\d{2}-\d{2}T\d{2}:\d{2}:\d{2}\.\d{3}Z$"
+ACCESS_FIELDS = ("request_id", "key", "route", "status", "reason", "ms")
+"""Fields of every line of the access log, whose event is `request` (HTTP) or `call` (gRPC)."""
 Count = Annotated[int, Meta(ge=0)]
 
 
@@ -63,9 +68,23 @@ class LogLine(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     needed: Annotated[Count, Meta(description="what the configuration needs")] | UnsetType = UNSET
     is_sound: Annotated[bool, Meta(description="result of an audit")] | UnsetType = UNSET
 
+    def __post_init__(self) -> None:
+        if self.event in ("request", "call"):
+            for name in ACCESS_FIELDS:
+                if getattr(self, name) is UNSET:
+                    raise ValueError(f"event {self.event!r} lacks the field {name!r}")
+
 
 BASE = ("time", "level", "logger", "event")
 _EXTRA = frozenset(LogLine.__struct_fields__) - frozenset(BASE)
+
+
+_state: ContextVar[Mapping[str, Any]] = ContextVar("state", default=MappingProxyType({}))
+
+
+def log_for(state: Mapping[str, Any]) -> None:
+    """Have lines logged by this task, and by tasks that it starts, name the request and key of `state["caller"]`."""
+    _state.set(state)
 
 
 def read_line(line: str | bytes) -> LogLine:
@@ -80,6 +99,9 @@ class JsonLines(logging.Formatter):
         """The record as one line of JSON."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {}
+        if caller := _state.get().get("caller"):
+            line = {"request_id": caller.request_id} if caller.request_id else {}
+            line["key"] = caller.name or None
         line |= {name: value for name, value in vars(record).items() if name in _EXTRA}
         if record.exc_info and record.exc_info[1]:
             line |= described(record.exc_info[1])

@@ -20,6 +20,7 @@ from quire.async_llm import AsyncLLM
 from quire.async_llm.admission import Admission
 from quire.async_llm.observer import Observer
 from quire.llm import LLM
+from quire.server.access import AccessLog
 from quire.server.batches.store import Store
 from quire.server.config import ServerConfig
 from quire.server.http.connections import limited
@@ -64,10 +65,11 @@ async def serve(
     _prepare_process(config)
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
     admin_listener = None if config.admin_port is None else _listen("127.0.0.1", config.admin_port)
-    rpc = _grpc_server(config, keys)
     store = Store(Path(config.batch_folder), config.max_batch_bytes) if config.batch_folder else None
     model_name = config.served_model_name or model_name
     metrics, trace_log = Metrics(), TraceLog()
+    access = AccessLog(config.access_log, metrics.count_request)
+    rpc = _grpc_server(config, keys, access)
     telemetry = Telemetry(config.otlp_endpoint, model_name) if config.otlp_endpoint else None
     observers: list[Observer | None] = [metrics, trace_log if admin_listener else None, telemetry]
     stopped = _stop_signal()
@@ -90,7 +92,7 @@ async def serve(
         running.callback(service.close)
         metrics.watch(engine, model_name)
         if admin_listener:
-            app = Admin(service, config, trace_log).app(admin_keys)
+            app = Admin(service, config, trace_log, access).app(admin_keys)
             await running.enter_async_context(_serving(app, config, admin_listener))
             announce("admin", f"to look inside, {_url(admin_listener)}/debug", url=_url(admin_listener))
         where, urls = f"{_url(listener)}/v1", {"url": _url(listener)}
@@ -99,9 +101,10 @@ async def serve(
             running.push_async_callback(rpc.stop)
             where += f" and grpc://{rpc.address}"
             urls["grpc"] = rpc.address
-        api = Api(service, config, metrics, store)
+        api = Api(service, config, metrics, store, access)
         app = api.app(keys, admin_keys)
         if api.batches and store:
+            metrics.watch_batches(store)
             running.callback(store.close)
             running.push_async_callback(api.batches.stop)
             api.batches.go_on(keys.callers)
@@ -171,13 +174,13 @@ def check_exposure(config: ServerConfig, keys: Keys, admin_keys: Keys) -> None:
             )
 
 
-def _grpc_server(config: ServerConfig, keys: Keys) -> "GrpcServer | None":
+def _grpc_server(config: ServerConfig, keys: Keys, access: AccessLog) -> "GrpcServer | None":
     if config.grpc_port is None:
         return None
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own lines are no JSON, and clients can bring them about
     from quire.server.grpc.server import GrpcServer
 
-    return GrpcServer(config, keys)
+    return GrpcServer(config, keys, access)
 
 
 def _prepare_process(config: ServerConfig) -> None:

@@ -148,11 +148,11 @@ class Service:
         for stream in streams:
             stream.cancel()
 
-    def abort(self, request_id: str) -> bool:
-        """End a request with an error; False if there is none of this id."""
-        streams = [stream for stream in self.engine.streams if stream.request.id == request_id]
+    def abort(self, request_id: str) -> int:
+        """End the requests of this id with an error, a client's or the engine's own; return how many there were."""
+        streams = [one for one in self.engine.streams if request_id in (one.origin.request_id, one.request.id)]
         self.cancel(streams)
-        return bool(streams)
+        return len(streams)
 
     def abort_all(self) -> int:
         """End every request with an error and go on; returns how many there were."""

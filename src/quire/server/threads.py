@@ -56,7 +56,7 @@ class FairThreads:
         """Run a function on a thread. OverloadError if its turn does not come, SlowJobError if it takes too long."""
         tenant = self._tenants.get(tenant_name) or _Tenant(asyncio.Semaphore(self._max_running_each))
         if self._num_jobs >= self._max_jobs or tenant.num_jobs >= self._max_jobs_each:
-            raise OverloadError("too many requests are being read", retry_after_s=1)
+            raise OverloadError("too many requests are being read", retry_after_s=1, reason="reading")
         self._tenants[tenant_name] = tenant
         tenant.num_jobs += 1
         self._num_jobs += 1
@@ -70,7 +70,7 @@ class FairThreads:
                 return await asyncio.wrap_future(job)
         except TimeoutError:
             if job is None or job.cancelled():  # it never began
-                raise OverloadError("too many requests are being read", retry_after_s=5) from None
+                raise OverloadError("too many requests are being read", retry_after_s=5, reason="reading") from None
             raise SlowJobError(f"it takes more than {self._timeout_s:g} s") from None
         finally:
             if job is None:

@@ -24,6 +24,7 @@ from quire.async_llm.errors import described
 from quire.config import EngineKnobs
 from quire.integrations.ray.forwarded import ForwardedRequest, ResponseStart
 from quire.integrations.ray.prompt_reader import PromptReader
+from quire.server.access import REQUEST_ID, AccessLog
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.guard import PAGES, PUBLIC, Guard
@@ -56,7 +57,16 @@ class Ingress:
         self._has_keys = len(keys) > 0
         self._timeout_s = config.request_timeout_s
         public = PUBLIC if config.page else PUBLIC - PAGES
-        self._guard = Guard(self._forward, keys, config, public, AllowedOrigins(config.allow_origin), {}, frozenset())
+        self._guard = Guard(
+            self._forward,
+            keys,
+            config,
+            public,
+            AllowedOrigins(config.allow_origin),
+            {},
+            frozenset(),
+            access=AccessLog(config.access_log),
+        )
 
     async def __call__(self, request: HttpRequest) -> Response:
         """A response that is an ASGI application: Serve calls it with the request's own channels."""
@@ -69,8 +79,10 @@ class Ingress:
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await _read(receive)
         names, num_tokens = await self._prompts.read(scope["path"], body, scope["state"]["caller"])
+        headers = [one for one in scope["headers"] if one[0].lower() != REQUEST_ID.encode()]
+        headers.append((REQUEST_ID.encode(), scope["state"]["caller"].request_id.encode()))
         request = ForwardedRequest(
-            scope["method"], scope["path"], scope["query_string"], list(scope["headers"]), body, names, num_tokens
+            scope["method"], scope["path"], scope["query_string"], headers, body, names, num_tokens
         )
         sending = asyncio.create_task(self._respond(request, send))
         gone = asyncio.create_task(_until_gone(receive))

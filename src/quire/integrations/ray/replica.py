@@ -17,6 +17,7 @@ from quire.core.prefix_cache import PrefixCache
 from quire.engine.engine import Engine
 from quire.integrations.ray.forwarded import NAME_BYTES, ForwardedRequest, ResponseStart
 from quire.llm import LLM
+from quire.server.access import AccessLog
 from quire.server.config import ServerConfig
 from quire.server.http.routes import Api
 from quire.server.keys import Keys
@@ -56,7 +57,8 @@ class EngineReplica:
         await self._engine.start()
         metrics.watch(self._engine, model_name)
         service = Service(self._engine, model_name, int(time.time()), config.max_priority)
-        self._app = Api(service, config, metrics).app(keys)
+        access = AccessLog("off", metrics.count_request)  # the ingress logs each request
+        self._app = Api(service, config, metrics, access=access).app(keys)
 
     async def handle(self, request: ForwardedRequest) -> AsyncIterator[ResponseStart | bytes]:
         """The response of the server's application: its head, then its body in pieces, as they come."""

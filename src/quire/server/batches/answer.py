@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from quire.async_llm.errors import GenerationError, OverloadError, UnavailableError
+from quire.async_llm.origin import Origin
 from quire.core.request import Request
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
@@ -159,9 +160,10 @@ class Answerer:
         if envelope.url not in GENERATING:
             body, _ = await service.decode_body(caller, self._bodies, raw, schema.EmbeddingsRequest)
             body.priority = body.priority if self._priority is None else self._priority
-            embeddings = await parse_embeddings(service, body, caller)
+            origin = Origin(f"embd-{line.digest}", caller.name)
+            embeddings = await parse_embeddings(service, body, replace(caller, request_id=origin.request_id))
             cost = self._max_cost(embeddings.requests, None, "input")
-            return cost, lambda: embeddings.response(service, embeddings.timeout_s, None)
+            return cost, lambda: embeddings.response(service, embeddings.timeout_s, origin)
         kind, parse, prefix = GENERATING[envelope.url]
         body, _ = await service.decode_body(caller, self._bodies, raw, kind)
         if body.stream:
@@ -173,14 +175,17 @@ class Answerer:
         parsed: ParsedRequest = await parse(service, body, caller)
         grammar = await service.compile(caller, parsed.structured, parsed.requests[0].cache_salt)
         cost = self._max_cost(parsed.requests, grammar, parsed.prompt_field)
-        return cost, lambda: self._generate(parsed, grammar)
+        origin = Origin(body.request_id, caller.name)
+        return cost, lambda: self._generate(parsed, grammar, origin)
 
-    async def _generate(self, parsed: ParsedRequest, grammar: Grammar | None) -> dict[str, Any]:
+    async def _generate(self, parsed: ParsedRequest, grammar: Grammar | None, origin: Origin) -> dict[str, Any]:
         service = self._service
         try:
             streams = service.engine.submit(parsed.requests, timeout_s=parsed.timeout_s, grammar=grammar)
         except FieldError as error:
             raise in_words_of(parsed.prompt_field, error) from None
+        for stream in streams:
+            stream.origin = origin
         try:
             wholes = [await stream.read_all() for stream in streams]
         finally:

@@ -215,6 +215,11 @@ class Store:
             self._tenants[name] = Tenant(self._folder / (name or NO_TENANT), self._max_bytes)
         return self._tenants[name]
 
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Tenants whose files and batches have been read since the start."""
+        return list(self._tenants.values())
+
     def close(self) -> None:
         """Let another server have the folder."""
         self._lock.close()

@@ -11,11 +11,13 @@ does twice comes to the same.
 
 import asyncio
 import contextlib
+import contextvars
 import hashlib
 import logging
 import time
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ from quire.server.batches.run import LineRunner
 from quire.server.batches.store import WINDOW_S, Store, StoredBatch, StoredFile, Tenant, write_synced
 from quire.server.errors import ApiError
 from quire.server.keys import Caller
+from quire.server.logs import log_for
 from quire.server.openai import schema
 from quire.server.service import Service
 
@@ -119,10 +122,13 @@ class Batches:
         if caller.tenant not in self._workers and any(
             not batch.has_ended for batch in self.tenant(caller).batches.values()
         ):
-            self._workers[caller.tenant] = asyncio.create_task(self._work(caller))
+            # Neither the request that made the batch nor its id is of the lines: they have ids of their own.
+            work = self._work(replace(caller, request_id=""))
+            self._workers[caller.tenant] = asyncio.create_task(work, context=contextvars.Context())
 
     async def _work(self, caller: Caller) -> None:
         """Run the batches of one caller, the oldest first, until all have ended."""
+        log_for({"caller": caller})
         tenant = self.tenant(caller)
         try:
             while batch := next((one for one in tenant.batches.values() if not one.has_ended), None):

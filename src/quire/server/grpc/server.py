@@ -6,11 +6,9 @@ message is read here, with a time limit, and not by grpc before anybody has look
 
 import asyncio
 import contextlib
-import logging
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -18,8 +16,10 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from quire import __version__
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.async_llm.updates import UpdateBuffer
+from quire.server.access import REQUEST_ID, AccessLog, checked_request_id, is_request_id, new_request_id
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.grpc.messages import (
@@ -35,6 +35,7 @@ from quire.server.grpc.messages import (
 )
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.keys import Caller, Keys
+from quire.server.logs import log_for
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.parse import parse_chat, parse_completion
@@ -65,18 +66,16 @@ AGE_S = 3600
 STOP_S = 2.0
 MAX_OPTION = (1 << 31) - 1
 
-_access_log = logging.getLogger("quire.access")
-
 Call = grpc.aio.ServicerContext
-Method = Callable[[Any, Call], Awaitable[None]]
+Method = Callable[[Any, Call, Caller], Awaitable[None]]
 
 
 class GrpcServer:
     """The gRPC server of one port, which is bound when this is made and served from `start` on."""
 
-    def __init__(self, config: ServerConfig, keys: Keys) -> None:
+    def __init__(self, config: ServerConfig, keys: Keys, access: AccessLog) -> None:
         self._config = config
-        self._auth = AuthInterceptor(keys)
+        self._auth = AuthInterceptor(keys, access)
         # One connection carries many calls, where one of HTTP/1.1 carries one: the same number bounds both.
         self._server = grpc.aio.server(
             interceptors=[self._auth], options=_options(config), maximum_concurrent_rpcs=config.max_connections
@@ -92,7 +91,7 @@ class GrpcServer:
         """Serve calls from now on."""
         for name, calls in (
             (NAME, Methods(service, self._config, self._auth)),
-            (HEALTH, Health(service, self._config)),
+            (HEALTH, Health(service, self._config, self._auth)),
         ):
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, calls.handlers()),))
         await self._server.start()
@@ -131,8 +130,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     Without keys the port is on loopback. Web pages, which HTTP has to refuse there, cannot speak gRPC.
     """
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, access: AccessLog) -> None:
         self._keys = keys
+        self.access = access
         self._refusing = grpc.stream_stream_rpc_method_handler(_refuse)
 
     async def intercept_service(
@@ -143,7 +143,9 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """The handler of a method, or one that refuses the call."""
         details: Any = handler_call_details
         if details.method not in PUBLIC and self.find(details.invocation_metadata) is None:
-            _log_call("refused", grpc.StatusCode.UNAUTHENTICATED, 0.0)
+            caller = Caller(request_id=new_request_id())
+            status = grpc.StatusCode.UNAUTHENTICATED.name
+            self.access.end("grpc", time.perf_counter(), "none", status, "invalid_api_key", caller)
             return self._refusing
         return await continuation(handler_call_details)
 
@@ -153,6 +155,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return self._keys.everyone
         given = [str(value) for name, value in metadata or () if name == "authorization"]
         return self._keys.find_bearer(given[0]) if len(given) == 1 else None
+
+
+def _request_id(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
+    """Return the id that a call's metadata gives it."""
+    return next((str(value) for name, value in metadata or () if name == REQUEST_ID), None)
 
 
 async def _refuse(requests: AsyncIterator[bytes], call: Call) -> None:
@@ -166,8 +173,9 @@ async def _refuse(requests: AsyncIterator[bytes], call: Call) -> None:
 class Calls:
     """Base of the services: how a call is read, responded to and logged."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, auth: AuthInterceptor) -> None:
         self._config = config
+        self._auth = auth
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers of the service's methods, by name."""
@@ -175,18 +183,33 @@ class Calls:
 
     def _handler(self, path: str, kind: type[Message], method: Method) -> grpc.RpcMethodHandler:
         async def handle(requests: AsyncIterator[bytes], call: Call) -> None:
-            start, code = time.perf_counter(), grpc.StatusCode.OK
+            start, code, reason = time.perf_counter(), grpc.StatusCode.OK, None
+            metadata: Any = call.invocation_metadata()
+            known, given = self._auth.find(metadata), _request_id(metadata)
+            is_good = given is not None and is_request_id(given)
+            caller = replace(known or Caller(), request_id=given if is_good else new_request_id())
+            state = {"caller": caller}
+            log_for(state)
+            call.set_trailing_metadata(((REQUEST_ID, caller.request_id),))
             try:
-                await method(await self._read(kind, call), call)
+                if known is None and path not in PUBLIC:
+                    raise ApiError(401, "no valid API key", code="invalid_api_key")
+                if given is not None:
+                    checked_request_id(given)
+                message = await self._read(kind, call)
+                if isinstance(message, pb.GenerateRequest) and given is None and is_request_id(message.request_id):
+                    state["caller"] = replace(caller, request_id=message.request_id)
+                    call.set_trailing_metadata(((REQUEST_ID, message.request_id),))
+                await method(message, call, state["caller"])
             except (asyncio.CancelledError, grpc.aio.BaseError):  # the client is gone, or the server
-                code = grpc.StatusCode.CANCELLED
+                code, reason = grpc.StatusCode.CANCELLED, "cancelled"
                 raise
             except Exception as error:
                 shown = as_api_error(error)
-                code = STATUS.get(shown.status, grpc.StatusCode.INTERNAL)
-                await self._fail(call, shown, code)
+                code, reason = STATUS.get(shown.status, grpc.StatusCode.INTERNAL), shown.reason
+                await self._fail(call, shown, code, state["caller"].request_id)
             finally:
-                _log_call(path, code, time.perf_counter() - start)
+                self._auth.access.end("grpc", start, path, code.name, reason, state["caller"])
 
         return grpc.stream_stream_rpc_method_handler(handle)
 
@@ -208,8 +231,9 @@ class Calls:
         except TimeoutError:
             raise ApiError(499, f"nothing was read for {self._config.write_timeout_s} s", code="cancelled") from None
 
-    async def _fail(self, call: Call, error: ApiError, code: grpc.StatusCode) -> None:
-        trailing = [(name.lower(), value) for name, value in error.headers.items()]
+    async def _fail(self, call: Call, error: ApiError, code: grpc.StatusCode, request_id: str) -> None:
+        trailing = [(REQUEST_ID, request_id)]
+        trailing += [(name.lower(), value) for name, value in error.headers.items()]
         trailing += [
             (name, value) for name, value in (("quire-field", error.param), ("quire-code", error.code)) if value
         ]
@@ -229,8 +253,8 @@ class Health(Calls):
     Not the one that comes with grpc: there, a watcher that does not read keeps the status of all from changing.
     """
 
-    def __init__(self, service: Service, config: ServerConfig) -> None:
-        super().__init__(config)
+    def __init__(self, service: Service, config: ServerConfig, auth: AuthInterceptor) -> None:
+        super().__init__(config, auth)
         self._engine = service.engine
         self._num_watching = 0
 
@@ -241,16 +265,18 @@ class Health(Calls):
             "Watch": self._handler(f"/{HEALTH}/Watch", health_pb2.HealthCheckRequest, self.watch),
         }
 
-    async def check(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
+    async def check(self, request: health_pb2.HealthCheckRequest, call: Call, caller: Caller) -> None:
         """Send the status once."""
         if (status := self._status(request.service)) == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             raise ApiError(404, "there is no such service", param="service")
         await self._write(call, health_pb2.HealthCheckResponse(status=status))
 
-    async def watch(self, request: health_pb2.HealthCheckRequest, call: Call) -> None:
+    async def watch(self, request: health_pb2.HealthCheckRequest, call: Call, caller: Caller) -> None:
         """Send the status now, and whenever it changes."""
         if self._num_watching >= MAX_WATCHERS:
-            raise ApiError(429, f"{MAX_WATCHERS} watch already, and no more may", headers={"Retry-After": "60"})
+            raise ApiError(
+                429, f"{MAX_WATCHERS} watch already, and no more may", headers={"Retry-After": "60"}, reason="watchers"
+            )
         self._num_watching += 1
         sent = None
         try:
@@ -284,9 +310,8 @@ class Methods(Calls):
     """The methods of the service `quire.v1.Quire`."""
 
     def __init__(self, service: Service, config: ServerConfig, auth: AuthInterceptor) -> None:
-        super().__init__(config)
+        super().__init__(config, auth)
         self._service = service
-        self._auth = auth
         self._running: dict[tuple[str, str], list[_Running]] = {}
         """Calls that have not ended, by tenant and request id. Clients choose the ids: two calls may have the same."""
 
@@ -300,9 +325,9 @@ class Methods(Calls):
             "GetModel": self._handler(f"/{NAME}/GetModel", pb.GetModelRequest, self.get_model),
         }
 
-    async def generate(self, request: pb.GenerateRequest, call: Call) -> None:
+    async def generate(self, request: pb.GenerateRequest, call: Call, caller: Caller) -> None:
         """Continue a prompt; sends updates as tokens are generated."""
-        async with self._submitted(request, call, stream=True) as (request_id, stream):
+        async with self._submitted(request, call, caller, stream=True) as (request_id, stream):
             left = stream.request.params.n
             async for updates in stream:
                 for update in updates:
@@ -313,9 +338,9 @@ class Methods(Calls):
                         message.prompt_logprobs.extend(prompt_logprobs(stream))
                     await self._write(call, message)
 
-    async def run(self, request: pb.GenerateRequest, call: Call) -> None:
+    async def run(self, request: pb.GenerateRequest, call: Call, caller: Caller) -> None:
         """Continue a prompt; sends one message once all of it is there."""
-        async with self._submitted(request, call, stream=False) as (request_id, stream):
+        async with self._submitted(request, call, caller, stream=False) as (request_id, stream):
             buffer = UpdateBuffer()
             async for updates in stream:
                 for update in updates:
@@ -328,24 +353,24 @@ class Methods(Calls):
             )
         await self._write(call, message)
 
-    async def embed(self, request: pb.EmbedRequest, call: Call) -> None:
+    async def embed(self, request: pb.EmbedRequest, call: Call, caller: Caller) -> None:
         """Embed prompts; sends one message once all of them are there."""
         service = self._service
         body = read_embed_request(request, model=service.model_name, max_model_len=service.max_model_len)
-        parsed = await parse_embeddings(service, body, self._caller(call))
-        embedded = await parsed.run(service, embedding_message, self._timeout_s(call))
+        parsed = await parse_embeddings(service, body, caller)
+        embedded = await parsed.run(service, embedding_message, self._timeout_s(call), _origin(caller))
         await self._write(call, embed_response(embedded))
 
-    async def abort(self, request: pb.AbortRequest, call: Call) -> None:
+    async def abort(self, request: pb.AbortRequest, call: Call, caller: Caller) -> None:
         """End the caller's requests of this id."""
-        running = self._running.get((self._caller(call).tenant, request.request_id), [])
+        running = self._running.get((caller.tenant, request.request_id), [])
         for one in running:
             one.is_aborted = True
             if one.stream:
                 one.stream.cancel()
         await self._write(call, pb.AbortResponse(num_aborted=len(running)))
 
-    async def get_model(self, request: pb.GetModelRequest, call: Call) -> None:
+    async def get_model(self, request: pb.GetModelRequest, call: Call, caller: Caller) -> None:
         """Describe the model."""
         engine = self._service.engine.llm.engine
         message = pb.GetModelResponse(
@@ -359,12 +384,12 @@ class Methods(Calls):
 
     @contextlib.asynccontextmanager
     async def _submitted(
-        self, request: pb.GenerateRequest, call: Call, *, stream: bool
+        self, request: pb.GenerateRequest, call: Call, caller: Caller, *, stream: bool
     ) -> AsyncIterator[tuple[str, Stream]]:
         """Submit a request; yields its id and its stream. However the block is left, the request ends with it."""
-        service, caller = self._service, self._caller(call)
+        service = self._service
         body = read_request(request, model=service.model_name, max_model_len=service.max_model_len, stream=stream)
-        request_id = body.request_id = body.request_id or f"gen-{uuid.uuid4().hex}"
+        request_id = body.request_id = body.request_id or caller.request_id
         running, name = _Running(), (caller.tenant, request_id)
         self._running.setdefault(name, []).append(running)
         try:
@@ -374,6 +399,7 @@ class Methods(Calls):
                 parsed = await parse_completion(service, body, caller, default_max_tokens=None)
             grammar = await service.compile(caller, parsed.structured, parsed.requests[0].cache_salt)
             (running.stream,) = service.engine.submit(parsed.requests, timeout_s=self._timeout_s(call), grammar=grammar)
+            running.stream.origin = _origin(caller)
             if running.is_aborted:  # while it was read
                 running.stream.cancel()
             yield request_id, running.stream
@@ -384,12 +410,6 @@ class Methods(Calls):
             if not self._running[name]:
                 del self._running[name]
 
-    def _caller(self, call: Call) -> Caller:
-        caller = self._auth.find(call.invocation_metadata())  # pyright: ignore[reportArgumentType]
-        if caller is None:
-            raise ApiError(401, "no valid API key")
-        return caller
-
     def _timeout_s(self, call: Call) -> float:
         """Seconds until the client's deadline, if it has one, or the server's own limit."""
         remaining: float | None = call.time_remaining()
@@ -397,5 +417,5 @@ class Methods(Calls):
         return limit if remaining is None else min(remaining, limit)
 
 
-def _log_call(path: str, code: grpc.StatusCode, seconds: float) -> None:
-    _access_log.info("call", extra={"route": path, "status": code.name, "ms": round(seconds * 1e3, 1)})
+def _origin(caller: Caller) -> Origin:
+    return Origin(caller.request_id, caller.name)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire.async_llm.errors import GenerationError, OverloadError
+from quire.server.access import AccessLog
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.http.guard import Guard
@@ -28,6 +29,7 @@ def guarded(
     keys_of: Mapping[str, Keys] | None = None,
     origins: Sequence[str] = (),
     uploads: frozenset[str] = frozenset(),
+    access: AccessLog | None = None,
 ) -> Guard:
     """The application of one port; `public` are the paths that need no key, `origins` the web pages that may ask.
 
@@ -40,7 +42,7 @@ def guarded(
     handlers: Any = dict.fromkeys(kinds, _error) | {HTTPException: _no_such_route}
     app = Starlette(routes=routes, exception_handlers=handlers)
     app.router.redirect_slashes = False
-    return Guard(app, keys, config, public, AllowedOrigins(origins), keys_of or {}, uploads)
+    return Guard(app, keys, config, public, AllowedOrigins(origins), keys_of or {}, uploads, routes, access)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -51,6 +53,7 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 async def _error(request: HttpRequest, error: Exception) -> Response:
     shown = as_api_error(error)
+    request.state.reason = shown.reason
     return json_response(shown.body, shown.status, shown.headers)
 
 

@@ -20,11 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.core.errors import AuditError
 from quire.core.page_map import PoolSnapshot, SequenceSnapshot, Snapshot, snapshot
 from quire.engine.engine import Engine
 from quire.engine.stats import EngineStats
+from quire.server.access import AccessLog
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.application import guarded, json_response
@@ -64,7 +66,10 @@ class EngineRequest(msgspec.Struct, forbid_unknown_fields=True):
 class Admin:
     """The routes of the administrator's port."""
 
-    def __init__(self, service: Service, config: ServerConfig, trace_log: TraceLog) -> None:
+    def __init__(
+        self, service: Service, config: ServerConfig, trace_log: TraceLog, access: AccessLog | None = None
+    ) -> None:
+        self._access = access
         self.service = service
         self.config = config
         self.trace_log = trace_log
@@ -85,7 +90,7 @@ class Admin:
             Route("/admin/drain_engine", self.drain_engine, methods=["POST"]),
             Route("/admin/resume_engine", self.resume_engine, methods=["POST"]),
         ]
-        return guarded(routes, keys, self.config, public=SHELL)
+        return guarded(routes, keys, self.config, public=SHELL, access=self._access)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -115,7 +120,6 @@ class Admin:
             "last_step_age_s": round(engine.beat_age_s, 3),
             "requests": engine.num_streams,
             "requests_waiting": admission.num_waiting,
-            "rejections": admission.num_rejected,
             "failed_steps": engine.num_failed_steps,
             "engine": number,
             "engines": len(engine.engines),
@@ -126,12 +130,16 @@ class Admin:
     def _describe(self, server: dict, stats: EngineStats, taken: Snapshot, streams: list[Stream]) -> bytes:
         now = time.monotonic()
         ages = {stream.request.id: now - stream.times.arrived for stream in streams}
+        origins = {stream.request.id: stream.origin for stream in streams}
         view = {
             "time": round(time.time(), 3),
             "server": server,
             "stats": asdict(stats),
             "page_size": taken.page_size,
-            "sequences": [_sequence(one, ages.get(one.request_id)) for one in taken.sequences],
+            "sequences": [
+                _sequence(one, ages.get(one.request_id), origins.get(one.request_id, Origin()))
+                for one in taken.sequences
+            ],
             "num_waiting": taken.num_waiting,
             "pools": [_pool(taken, number, ages) for number in range(len(taken.pools))],
             "history": self.trace_log.history(now),
@@ -166,12 +174,12 @@ class Admin:
         return json_response({"aborted_requests": aborted})
 
     async def abort(self, request: HttpRequest) -> Response:
-        """`/admin/abort`: one request ends with an error."""
+        """`/admin/abort`: the request that a client knows by this `x-request-id` ends with an error."""
         body = msgspec.json.decode(await request.body(), type=AbortRequest)
-        if not self.service.abort(body.request_id):
+        if not (aborted := self.service.abort(body.request_id)):
             raise ApiError(404, "there is no such request", param="request_id")
-        _log.info("request aborted")
-        return json_response({"aborted_requests": 1})
+        _log.info("request aborted", extra={"requests": aborted})
+        return json_response({"aborted_requests": aborted})
 
     async def audit(self, request: HttpRequest) -> Response:
         """`/admin/audit`: check every page and every sequence. The engines stand still meanwhile."""
@@ -225,9 +233,11 @@ class Admin:
 # -- formatting -------------------------------------------------------------------------------------------------------
 
 
-def _sequence(one: SequenceSnapshot, age_s: float | None) -> dict[str, Any]:
+def _sequence(one: SequenceSnapshot, age_s: float | None, origin: Origin) -> dict[str, Any]:
     return {
         "request": one.request_id,
+        "request_id": origin.request_id,
+        "key": origin.key,
         "index": one.index,
         "state": one.state,
         "age_s": None if age_s is None else round(age_s, 3),

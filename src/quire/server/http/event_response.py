@@ -16,6 +16,8 @@ class EventResponse(Response):
         self.headers["cache-control"] = "no-cache"
         del self.headers["content-length"]
         self._write_timeout_s = write_timeout_s
+        self.reason: str | None = None
+        """Code of the error that ended the stream after its head was sent, for the log."""
 
     @abstractmethod
     def events(self) -> AsyncIterator[bytes]:
@@ -31,12 +33,15 @@ class EventResponse(Response):
         sent = asyncio.create_task(self._send_all(send))
         try:
             await asyncio.wait((gone, sent), return_when=asyncio.FIRST_COMPLETED)
+            if not sent.done():
+                self.reason = "cancelled"
             if sent.done() and (error := sent.exception()) and not isinstance(error, OSError | TimeoutError):
                 raise error
         finally:
             gone.cancel()
             sent.cancel()
             self.close()
+            scope["state"]["reason"] = self.reason
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

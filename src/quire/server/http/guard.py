@@ -5,19 +5,22 @@ Every route needs a key but for those listed here. A browser's question whether 
 
 import asyncio
 import json
-import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from urllib.parse import urlsplit
 
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quire.server.access import REQUEST_ID, AccessLog, checked_request_id, new_request_id
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.origins import PREFLIGHT, AllowedOrigins
 from quire.server.http.request_body import HEADER as IGNORED_FIELDS
 from quire.server.http.upload import FORM_BYTES
 from quire.server.keys import Caller, Keys
+from quire.server.logs import log_for
 
 PAGES = frozenset({"/", "/docs"})
 """Pages for people: what they show comes with a key, or is the same of every server."""
@@ -27,14 +30,23 @@ MIN_UPLOAD_RATE = 256 << 10
 """Bytes a second that an upload has to come with, beyond `read_timeout_s`."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 ONCE = frozenset(
-    {"authorization", "content-encoding", "content-length", "content-type", "host", "origin", "transfer-encoding"}
+    {
+        "authorization",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        "host",
+        "origin",
+        "transfer-encoding",
+        REQUEST_ID,
+    }
 )
 """Headers that may be there once only: of one that is there twice, a proxy might take the other."""
 
 ALWAYS = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
 """Headers of every response that does not set them itself."""
-
-_log = logging.getLogger("quire.access")
+MAX_METHOD_LEN = 16
+"""Characters of a method that are logged."""
 
 
 class Guard:
@@ -49,8 +61,15 @@ class Guard:
         origins: AllowedOrigins,
         keys_of: Mapping[str, Keys],
         uploads: frozenset[str],
+        routes: Sequence[Route] = (),
+        access: AccessLog | None = None,
     ) -> None:
-        """`public` are the paths that need no key; to `uploads` files are sent, which may be large and take longer."""
+        """`public` are the paths that need no key; to `uploads` files are sent, which may be large and take longer.
+
+        `routes` name those requests in the log that are refused before they get to one.
+        """
+        self._routes = routes
+        self._access = access or AccessLog()
         self._app = app
         self._uploads = uploads
         self._origins = origins
@@ -69,44 +88,57 @@ class Guard:
             await send({"type": "websocket.close", "code": 1008})
             return
         start, status, added = time.perf_counter(), 0, list(ALWAYS)
+        state = scope.setdefault("state", {})
+        state["caller"] = Caller(request_id=new_request_id())
+        log_for(state)
 
         async def watched(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 named = {name.lower() for name, _ in message["headers"]}
-                if ignored := scope.get("state", {}).get("ignored_fields"):
+                added.append((REQUEST_ID.encode(), state["caller"].request_id.encode()))
+                if ignored := state.get("ignored_fields"):
                     added.append((IGNORED_FIELDS.encode(), ", ".join(ignored).encode()))
                 message["headers"] = [*message["headers"], *(one for one in added if one[0] not in named)]
             await send(message)
 
         try:
             headers = _headers(scope)
+            if given := headers.get(REQUEST_ID):
+                state["caller"] = Caller(request_id=checked_request_id(given))
             added += self._origins.headers(headers)
             if self._origins.is_preflight(scope["method"], headers):
                 await watched({"type": "http.response.start", "status": 204, "headers": list(PREFLIGHT)})
                 await watched({"type": "http.response.body", "body": b""})
                 return
-            caller = self._check(scope, headers)
-            scope.setdefault("state", {})["caller"] = caller
+            state["caller"] = replace(self._caller_of(scope, headers), request_id=state["caller"].request_id)
+            self._check_head(scope, headers)
             limit, timeout_s = self._body_limits(scope, headers)
             await self._app(scope, _Body(receive, limit, timeout_s).receive, watched)
         except ApiError as error:
+            state["reason"] = error.reason
             await _refuse(error, watched)
         finally:
-            milliseconds = round((time.perf_counter() - start) * 1e3, 1)
-            _log.info(
-                "request",
-                extra={"method": scope["method"], "route": _route(scope), "status": status, "ms": milliseconds},
-            )
+            reason = state.get("reason") if status else "cancelled"  # nothing was sent: the client is gone
+            route, method = self._route(scope), scope["method"][:MAX_METHOD_LEN]
+            self._access.end("http", start, route, status or 499, reason, state["caller"], method=method)
 
-    def _check(self, scope: Scope, headers: dict[str, str]) -> Caller:
-        """The caller of a request; ApiError if it may not be made."""
+    def _route(self, scope: Scope) -> str:
+        """The route for the log; never the path, which may carry anything."""
+        routes = (route for route in self._routes if route.matches(scope)[0] is not Match.NONE)
+        route = scope.get("route") or next(routes, None)
+        return "none" if route is None else route.path
+
+    def _caller_of(self, scope: Scope, headers: dict[str, str]) -> Caller:
+        """Return the caller of a request; raise ApiError if its key is not valid."""
         path = scope["path"]
         if path in self._public:
-            caller = self._keys.everyone
-        else:
-            caller = self._authenticate(headers, self._keys_of.get(path, self._keys))
+            return self._keys.everyone
+        return self._authenticate(headers, self._keys_of.get(path, self._keys))
+
+    def _check_head(self, scope: Scope, headers: dict[str, str]) -> None:
+        """Raise ApiError if the body is of another type or larger than allowed."""
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
                 raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
@@ -116,7 +148,6 @@ class Guard:
             length, (limit, _) = headers.get("content-length", "0"), self._body_limits(scope, headers)
             if not length.isdigit() or int(length) > limit:
                 raise _too_large(limit)
-        return caller
 
     def _body_limits(self, scope: Scope, headers: dict[str, str]) -> tuple[int, float]:
         """Bytes that the body of a request may have, and seconds that it may take."""
@@ -202,12 +233,6 @@ def _host_name(url: str) -> str | None:
         return urlsplit(url).hostname
     except ValueError:
         return None
-
-
-def _route(scope: Scope) -> str:
-    """The route for the log, if the request got to one: a path may carry anything."""
-    route = scope.get("route")
-    return route.path if route is not None else "none"
 
 
 async def _refuse(error: ApiError, send: Send) -> None:

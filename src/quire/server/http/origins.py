@@ -5,11 +5,12 @@ Never with credentials: a browser sends no cookie along, and a page that has a k
 
 from collections.abc import Mapping, Sequence
 
+from quire.server.access import REQUEST_ID
 from quire.server.http.request_body import HEADER as IGNORED_FIELDS
 
 HeaderList = list[tuple[bytes, bytes]]
 
-EXPOSED = ("retry-after", IGNORED_FIELDS)
+EXPOSED = ("retry-after", REQUEST_ID, IGNORED_FIELDS)
 """Headers of responses that a page may read, beside those that it always may."""
 PREFLIGHT: HeaderList = [
     (b"access-control-allow-methods", b"GET, POST, DELETE"),

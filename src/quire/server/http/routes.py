@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -10,11 +11,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.async_llm.updates import Update, UpdateBuffer
 from quire.core.request import Request
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
+from quire.server.access import REQUEST_ID, AccessLog, is_request_id
 from quire.server.batches.store import Store
 from quire.server.batches.worker import Batches
 from quire.server.config import ServerConfig
@@ -28,7 +31,7 @@ from quire.server.http.kv_events import KVEvents
 from quire.server.http.openapi import openapi_json
 from quire.server.http.pages import html_response, page_response
 from quire.server.http.request_body import BodyReader
-from quire.server.keys import Keys
+from quire.server.keys import Caller, Keys
 from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
@@ -42,11 +45,20 @@ KV_EVENTS = "/v1/kv_events"
 class Api:
     """The routes of the public port."""
 
-    def __init__(self, service: Service, config: ServerConfig, metrics: Metrics, store: Store | None = None) -> None:
-        """`store` keeps files and batches; without one there are none."""
+    def __init__(
+        self,
+        service: Service,
+        config: ServerConfig,
+        metrics: Metrics,
+        store: Store | None = None,
+        access: AccessLog | None = None,
+    ) -> None:
+        """`store` keeps files and batches; without one there are none. `access` gets each request as it ends."""
         self.service = service
         self.config = config
         self.metrics = metrics
+        self._access = access
+        self._operator_keys: Keys | None = None
         self._bodies = BodyReader(strict=config.strict_fields)
         self.batches = Batches(store, service, self._bodies) if store else None
         self._kv_events = KVEvents(service, config.write_timeout_s)
@@ -70,6 +82,7 @@ class Api:
             Route("/version", self.version),
             Route("/openapi.json", self.openapi),
         ]
+        self._operator_keys = operator_keys
         keys_of = {}
         if self.config.kv_events and operator_keys:
             routes.append(Route(KV_EVENTS, self.kv_events))
@@ -82,7 +95,16 @@ class Api:
         else:
             public -= PAGES
         origins = self.config.allow_origin
-        return guarded(routes, keys, self.config, public=public, keys_of=keys_of, origins=origins, uploads=UPLOADS)
+        return guarded(
+            routes,
+            keys,
+            self.config,
+            public=public,
+            keys_of=keys_of,
+            origins=origins,
+            uploads=UPLOADS,
+            access=self._access,
+        )
 
     # -- generating ----------------------------------------------------------------------------------------------------
 
@@ -105,14 +127,16 @@ class Api:
         """`POST /v1/embeddings`: embed prompts."""
         body = await self._read(request, schema.EmbeddingsRequest)
         parsed = await parse_embeddings(self.service, body, request.state.caller)
-        traceparent = request.headers.get("traceparent")
-        response = parsed.response(self.service, self._timeout_s(parsed.timeout_s), traceparent)
+        response = parsed.response(self.service, self._timeout_s(parsed.timeout_s), _origin(request))
         return json_response(await _unless_gone(request, response))
 
     async def _read[T](self, request: HttpRequest, kind: type[T]) -> T:
         """The body of a request; the guard names what was ignored of it in the response."""
         raw, caller = await request.body(), request.state.caller
         body, request.state.ignored_fields = await self.service.decode_body(caller, self._bodies, raw, kind)
+        given = getattr(body, "request_id", None)
+        if REQUEST_ID not in request.headers and given and is_request_id(given):
+            request.state.caller = replace(request.state.caller, request_id=given)
         return body
 
     async def _respond(self, request: HttpRequest, parsed: ParsedRequest) -> Response:
@@ -136,7 +160,7 @@ class Api:
         except FieldError as error:
             raise in_words_of(prompt_field, error) from None
         for stream in streams:
-            stream.traceparent = request.headers.get("traceparent")
+            stream.origin = _origin(request)
         return streams
 
     def _timeout_s(self, given: float | None) -> float:
@@ -217,8 +241,11 @@ class Api:
         return _probe(self.service.engine.is_ready, "not ready")
 
     async def read_metrics(self, request: HttpRequest) -> Response:
-        """`GET /metrics`: for Prometheus."""
-        body, content_type = await self.metrics.read()
+        """`GET /metrics`: for Prometheus; with an admin key also what each key does."""
+        is_admin = self._operator_keys is not None and self._operator_keys.find_bearer(
+            request.headers.get("authorization", "")
+        )
+        body, content_type = await self.metrics.read(with_keys=bool(is_admin))
         return Response(body, media_type=content_type)
 
     async def kv_events(self, request: HttpRequest) -> Response:
@@ -279,7 +306,9 @@ class EventStream(EventResponse):
                     for event in formatter.events(prompt, streams[prompt], update):
                         yield event
         except Exception as error:
-            for event in formatter.error_events(streams, as_api_error(error)):
+            shown = as_api_error(error)
+            self.reason = shown.reason
+            for event in formatter.error_events(streams, shown):
                 yield event
             return
         for event in formatter.last_events(streams):
@@ -339,6 +368,11 @@ async def _unless_gone[T](request: HttpRequest, work: Coroutine[Any, Any, T]) ->
     finally:
         gone.cancel()
         task.cancel()
+
+
+def _origin(request: HttpRequest) -> Origin:
+    caller: Caller = request.state.caller
+    return Origin(caller.request_id, caller.name, request.headers.get("traceparent"))
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------

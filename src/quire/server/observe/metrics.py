@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import platform
+from collections import Counter as Tally
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
     Counter,
+    Gauge,
     Histogram,
     ProcessCollector,
     generate_latest,
@@ -16,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from quire import __version__
 from quire.async_llm.engines import EngineState
 from quire.async_llm.errors import UnavailableError
 from quire.async_llm.stream import Stream
@@ -26,6 +31,7 @@ from quire.server.observe.shared_reading import SharedReading
 
 if TYPE_CHECKING:
     from quire.async_llm import AsyncLLM
+    from quire.server.batches.store import Store
 
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 STEP_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2)
@@ -43,6 +49,12 @@ VLLM_REASONS = {
     "error": "error",
 }
 """How a sequence ends -> what vLLM calls it."""
+
+STATUSES = ("validating", "in_progress", "finalizing", "cancelling", "completed", "failed", "expired", "cancelled")
+OVERLOAD_REASONS = (
+    "max_queued_requests", "max_queued_tokens", "reading", "key_requests", "key_queued_tokens", "key_tokens_per_minute",
+)  # fmt: skip
+REJECTION_REASONS = {*OVERLOAD_REASONS, "request_too_large"}
 
 VLLM_NAMES = {
     "quire_requests_waiting": "num_requests_waiting",
@@ -88,6 +100,25 @@ class Metrics:
         self._ends = Counter("quire_sequences_ended", text, ["finish_reason"], registry=self.registry)
         for reason in VLLM_REASONS:  # there from the start: the first one of a kind is a rise from 0
             self._ends.labels(reason)
+        text = "HTTP requests, by route and status"
+        self._http = Counter("quire_http_requests", text, ["route", "status"], registry=self.registry)
+        text = "gRPC calls, by method and status"
+        self._grpc = Counter("quire_grpc_calls", text, ["method", "status"], registry=self.registry)
+        text = "requests and calls that failed or were refused, by the code of the error"
+        self._errors = Counter("quire_request_errors", text, ["reason"], registry=self.registry)
+        for reason in OVERLOAD_REASONS:
+            self._errors.labels(reason)
+        text = "requests refused because the queue is full, a key has its limit, or they are larger than either"
+        self._rejections = Counter("quire_rejections", text, registry=self.registry)
+        self._of_keys = CollectorRegistry()
+        """Metrics with the labels of keys, which are not for everybody."""
+        text = "requests and calls, by key and status"
+        self._key_requests = Counter("quire_key_requests", text, ["key", "status"], registry=self._of_keys)
+        text = "tokens of requests that ended, by key and kind: prompt or generated"
+        self._key_tokens = Counter("quire_key_tokens", text, ["key", "kind"], registry=self._of_keys)
+        text = "versions of what runs, as labels"
+        self._build = Gauge("quire_build_info", text, ["version", "python", "jax"], registry=self.registry)
+        self._build.labels(__version__, platform.python_version(), version("jax")).set(1)
         ProcessCollector(registry=self.registry)
 
     def watch(self, engine: "AsyncLLM", model_name: str) -> None:
@@ -115,6 +146,9 @@ class Metrics:
         self._total.observe(times.finished - times.arrived)
         if times.first_token:
             self._decode.observe(times.last_token - times.first_token)
+        if key := stream.origin.key:
+            self._key_tokens.labels(key, "prompt").inc(len(stream.request.prompt_token_ids))
+            self._key_tokens.labels(key, "generated").inc(stream.num_output_tokens)
         for reason in stream.finish_reasons.values():
             self._ends.labels(reason).inc()
         if failure:
@@ -124,9 +158,24 @@ class Metrics:
         """Count a step."""
         self._step.observe(end - start)
 
-    async def read(self) -> tuple[bytes, str]:
+    def count_request(self, kind: str, route: str, status: str, reason: str | None, key: str) -> None:
+        """Count a request over HTTP ("http") or a call over gRPC ("grpc") that has ended."""
+        (self._http if kind == "http" else self._grpc).labels(route, status).inc()
+        if reason:
+            self._errors.labels(reason).inc()
+        if reason in REJECTION_REASONS:
+            self._rejections.inc()
+        if key:
+            self._key_requests.labels(key, status).inc()
+
+    async def read(self, *, with_keys: bool = False) -> tuple[bytes, str]:
         """The page that Prometheus reads, and its type. If the engine does not respond, its last figures stand."""
-        return await self._shared.get(), CONTENT_TYPE_LATEST
+        page = await self._shared.get()
+        return page + generate_latest(self._of_keys) if with_keys else page, CONTENT_TYPE_LATEST
+
+    def watch_batches(self, store: "Store") -> None:
+        """Read the batches of this store from now on."""
+        self.registry.register(_BatchCollector(store))
 
     async def _read(self) -> bytes:
         if self._engine is not None:
@@ -160,7 +209,6 @@ class _EngineCollector(Collector):
         yield _gauge("quire_requests_waiting_limit", "requests that may wait", admission.max_requests)
         yield _gauge("quire_waiting_tokens", "tokens that waiting requests may come to", admission.num_waiting_tokens)
         yield _gauge("quire_waiting_tokens_limit", "tokens that may wait", admission.max_tokens)
-        yield _counter("quire_rejections", "requests refused because the queue is full", admission.num_rejected)
         yield _counter("quire_failed_steps", "steps that raised an error", engine.num_failed_steps)
         host, growth = read_memory(), max(self._most_memory - resident_bytes(), 0)
         yield _gauge("quire_memory_limit_bytes", "memory of the host that this process may use", host.limit)
@@ -201,6 +249,29 @@ class _EngineCollector(Collector):
         for part in ("plan", "dispatch", "wait", "output"):
             seconds = getattr(stats.timing, f"{part}_s")
             yield _counter(f"quire_step_{part}_seconds", "where the time of steps goes", seconds)
+
+
+class _BatchCollector(Collector):
+    """Collects the state of the batches that the server keeps."""
+
+    def __init__(self, store: "Store") -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        tenants = self._store.tenants
+        batches = [batch for tenant in tenants for batch in list(tenant.batches.values())]
+        statuses = dict.fromkeys(STATUSES, 0) | Tally(batch.status for batch in batches)
+        yield _labelled("quire_batches", "batches that are kept, by status", "status", statuses)
+        open_batches = [batch for batch in batches if not batch.has_ended]
+        lines = {
+            "completed": sum(batch.completed for batch in open_batches),
+            "failed": sum(batch.failed for batch in open_batches),
+            "left": sum(max(batch.total - batch.completed - batch.failed, 0) for batch in open_batches),
+        }
+        yield _labelled("quire_batch_lines", "lines of batches that have not ended, by state", "state", lines)
+        yield _gauge(
+            "quire_batch_bytes", "bytes of files and answers of batches", sum(one.num_bytes for one in tenants)
+        )
 
 
 class _Page(Collector):
@@ -256,6 +327,13 @@ def _each_engine(states: Sequence[EngineState]) -> Iterator[Metric]:
         for i, value in enumerate(values):
             gauge.add_metric([str(i)], float(value))
         yield gauge
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=[label])
+    for value, count in values.items():
+        gauge.add_metric([value], count)
+    return gauge
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -78,8 +78,8 @@ class Telemetry:
     def on_end(self, stream: Stream, failure: str | None) -> None:
         """Make the span of a request, and measure it."""
         self._measure(stream, failure)
-        times, attributes = stream.times, self._attributes(stream)
-        parent = self._propagator.extract({"traceparent": stream.traceparent}) if stream.traceparent else None
+        times, attributes, origin = stream.times, self._attributes(stream), stream.origin
+        parent = self._propagator.extract({"traceparent": origin.traceparent}) if origin.traceparent else None
         span = self._tracer.start_span(
             f"text_completion {self._model_name}",
             context=parent,
@@ -113,9 +113,11 @@ class Telemetry:
     def _attributes(self, stream: Stream) -> dict[str, Any]:
         request, params = stream.request, stream.request.params
         limits = {} if params.max_tokens is None else {"gen_ai.request.max_tokens": params.max_tokens}
+        key = {"quire.key": stream.origin.key} if stream.origin.key else {}
         return (
             self._common
             | limits
+            | key
             | {
                 "gen_ai.request.temperature": params.temperature,
                 "gen_ai.request.top_p": params.top_p,
@@ -123,6 +125,7 @@ class Telemetry:
                 "gen_ai.response.id": request.id,
                 "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
                 "gen_ai.usage.output_tokens": stream.num_output_tokens,
+                "quire.request_id": stream.origin.request_id,
                 "quire.cached_tokens": stream.num_cached_tokens,
             }
         )

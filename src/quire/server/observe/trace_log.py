@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.engine.engine import Engine
 from quire.engine.stats import Progress
@@ -43,6 +44,7 @@ class RequestSpan(NamedTuple):
     cached_tokens: int
     output_tokens: int
     reason: str
+    origin: Origin
 
     @classmethod
     def of(cls, stream: Stream, reason: str) -> "RequestSpan":
@@ -59,6 +61,7 @@ class RequestSpan(NamedTuple):
             stream.num_cached_tokens,
             stream.num_output_tokens,
             reason,
+            stream.origin,
         )
 
 
@@ -193,6 +196,8 @@ def _request_events(span: RequestSpan, number: int, pid: int, now: float) -> lis
     where = {"cat": "request", "id": f"{number:x}", "pid": pid, "tid": REQUEST_TRACK}
     args = {
         "request": span.id,
+        "request_id": span.origin.request_id,
+        "key": span.origin.key,
         "sequences": span.num_sequences,
         "prompt_tokens": span.prompt_tokens,
         "cached_tokens": span.cached_tokens,

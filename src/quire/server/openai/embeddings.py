@@ -1,7 +1,6 @@
 """OpenAI's embeddings: from a request to prompts for the engine, and from their hidden states to the response."""
 
 import base64
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +8,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from quire.async_llm.async_llm import NO_ORIGIN
+from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.core.request import Request
+from quire.core.request_id import part_id
 from quire.core.sampling_params import SamplingParams
 from quire.embedding import check_dimensions, finish_embedding
 from quire.field_error import FieldError
@@ -52,7 +54,7 @@ class ParsedEmbeddings:
         service: Service,
         encode: Callable[[np.ndarray], T],
         timeout_s: float | None,
-        traceparent: str | None = None,
+        origin: Origin = NO_ORIGIN,
     ) -> Embedded[T]:
         """Embed the prompts, a few at a time. Each vector is encoded as soon as it is there; no array is kept."""
         embedded: Embedded[T] = Embedded([], sum(len(one.prompt_token_ids) for one in self.requests), 0)
@@ -62,14 +64,14 @@ class ParsedEmbeddings:
             embedded.num_cached_tokens += stream.num_cached_tokens
 
         try:
-            await service.engine.run_in_turns(self.requests, each, timeout_s=timeout_s, traceparent=traceparent)
+            await service.engine.run_in_turns(self.requests, each, timeout_s=timeout_s, origin=origin)
         except FieldError as error:
             raise in_words_of("input", error) from None
         return embedded
 
-    async def response(self, service: Service, timeout_s: float | None, traceparent: str | None) -> dict[str, Any]:
+    async def response(self, service: Service, timeout_s: float | None, origin: Origin = NO_ORIGIN) -> dict[str, Any]:
         """The whole response of `/v1/embeddings`."""
-        embedded = await self.run(service, as_base64 if self.as_base64 else as_digits, timeout_s, traceparent)
+        embedded = await self.run(service, as_base64 if self.as_base64 else as_digits, timeout_s, origin)
         data = [{"object": "embedding", "index": i, "embedding": one} for i, one in enumerate(embedded.vectors)]
         counts = usage(embedded.num_prompt_tokens, 0, embedded.num_cached_tokens)
         del counts["completion_tokens"]
@@ -94,14 +96,14 @@ async def parse_embeddings(service: Service, body: schema.EmbeddingsRequest, cal
     prompts = await token_ids_of(service, body.input, caller, "input", schema.MAX_INPUTS)
     requests = [
         Request(
-            id=f"embd-{uuid.uuid4().hex}",
+            id=part_id(caller.request_id or "embd", i),
             prompt_token_ids=tuple(prompt),
             params=params,
             priority=priority,
             cache_salt=salt,
             tenant=caller.tenant,
         )
-        for prompt in prompts
+        for i, prompt in enumerate(prompts)
     ]
     return ParsedEmbeddings(
         requests, body.timeout, service.model_name, llm.embedding_config.normalize, body.dimensions, is_binary

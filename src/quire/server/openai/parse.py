@@ -1,12 +1,12 @@
 """Parses OpenAI's requests: from the types of `schema` to requests of the engine and a formatter for the response."""
 
 import json
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from quire.core.request import Request
+from quire.core.request_id import part_id
 from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.errors import ApiError
 from quire.server.keys import Caller
@@ -319,7 +319,7 @@ def _parsed_request(
     _check_response_size(service, body, params, prompts)
     requests = [
         Request(
-            id=f"{formatter.id}-{i}-{uuid.uuid4().hex[:8]}",
+            id=part_id(caller.request_id or formatter.id, i),
             prompt_token_ids=tuple(prompt),
             params=params,
             priority=checked_priority(service, body.priority),

@@ -156,7 +156,7 @@ class Sampling(DeclaredFields, kw_only=True):
     """Higher runs first; `--max-priority` is the highest."""
     cache_salt: Salt | None = None
     """Requests share cached prefixes only under the same salt."""
-    request_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    request_id: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$(?!\n)")] | None = None
     """The id of the response."""
     timeout: Timeout | None = None
     """Seconds after which the request ends, wherever it is."""
