@@ -46,8 +46,12 @@ class ServerConfig:
     max_batch_bytes: int = knob(10 << 30, "of all files and answers of batches, for each key", expert=True)
     access_log: str = knob("all", "requests that have a line in the log: all, errors or off")
     max_priority: int = knob(0, "the highest priority a request may have", expert=True)
-    max_connections: int = knob(1024, "open connections; more are closed at once", expert=True)
+    max_connections: int = knob(
+        1024, "open connections; more get a 503, except for a few that health checks and metrics may use", expert=True
+    )
     max_body_bytes: int = knob(8 << 20, "of one request", expert=True)
+    heartbeat_s: int = knob(15, "seconds without an event after which a stream gets a comment", expert=True)
+    keep_alive_timeout_s: int = knob(75, "seconds a connection may stay open between two requests", expert=True)
     read_timeout_s: int = knob(20, "seconds a client may take to send a request", expert=True)
     write_timeout_s: int = knob(60, "seconds a client may leave its stream unread before it ends", expert=True)
     request_timeout_s: int = knob(3600, "seconds a request may take; clients may set less", expert=True)
@@ -69,7 +73,8 @@ class ServerConfig:
         for name in (
             "max_queued_requests", "max_queued_tokens", "max_connections", "max_body_bytes",
             "max_batch_file_bytes", "max_batch_bytes",
-            "read_timeout_s", "write_timeout_s", "request_timeout_s", "drain_timeout_s",
+            "heartbeat_s", "keep_alive_timeout_s", "read_timeout_s", "write_timeout_s", "request_timeout_s",
+            "drain_timeout_s",
         ):  # fmt: skip
             check_whole(name, getattr(self, name), 1, 1 << 40)
         if self.access_log not in ("all", "errors", "off"):

@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from quire.server.batches.worker import Batches
     from quire.server.grpc.server import GrpcServer
 
-MAX_HEADER_BYTES = 32 << 10
-KEEP_ALIVE_S = 30
 LISTEN_BACKLOG = 512
 SPARE_FILES = 4 * LISTEN_BACKLOG + 256
 """Beside those of connections: connections that are accepted to be refused, model files, libraries. asyncio accepts a
@@ -93,7 +91,7 @@ async def serve(
         metrics.watch(engine, model_name)
         if admin_listener:
             app = Admin(service, config, trace_log, access).app(admin_keys)
-            await running.enter_async_context(_serving(app, config, admin_listener))
+            await running.enter_async_context(_serving(app, config, admin_listener, metrics))
             announce("admin", f"to look inside, {_url(admin_listener)}/debug", url=_url(admin_listener))
         where, urls = f"{_url(listener)}/v1", {"url": _url(listener)}
         if rpc:
@@ -109,7 +107,7 @@ async def serve(
             running.push_async_callback(api.batches.stop)
             api.batches.go_on(keys.callers)
             _reload_on_hangup(config, keys, admin_keys, engine, api.batches)
-        serving = await running.enter_async_context(_serving(app, config, listener))
+        serving = await running.enter_async_context(_serving(app, config, listener, metrics))
         running.callback(engine.end_all)  # before the connections are closed: their clients get an error
         page = f"; to chat, open {_url(listener)}/" if config.page else ""
         announce("ready", f"ready on {where}; serving {model_name}{page}", model=model_name, **urls)
@@ -208,9 +206,11 @@ async def _load(engine: AsyncLLM, stopped: asyncio.Task[bool]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _serving(app: Any, config: ServerConfig, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+async def _serving(
+    app: Any, config: ServerConfig, listener: socket.socket, metrics: Metrics
+) -> AsyncIterator[asyncio.Task[None]]:
     """Serve a port while the block runs; yields the task that does it."""
-    server = _Server(app, config)
+    server = _Server(app, config, metrics)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started and not task.done():  # only then does it listen
         await asyncio.sleep(0.01)
@@ -286,11 +286,11 @@ def _url(listener: socket.socket) -> str:
 class _Server(uvicorn.Server):
     """A uvicorn without its own signal handlers: draining is ours."""
 
-    def __init__(self, app: Any, config: ServerConfig) -> None:
+    def __init__(self, app: Any, config: ServerConfig, metrics: Metrics) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=limited(config),
+                http=limited(config, metrics.count_refused_connection),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -298,9 +298,8 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=LISTEN_BACKLOG,
-                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_keep_alive=config.keep_alive_timeout_s,
                 timeout_graceful_shutdown=10,
-                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             )
         )
 

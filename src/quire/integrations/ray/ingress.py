@@ -27,6 +27,7 @@ from quire.integrations.ray.prompt_reader import PromptReader
 from quire.server.access import REQUEST_ID, AccessLog
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
+from quire.server.http.event_response import HEARTBEAT
 from quire.server.http.guard import PAGES, PUBLIC, Guard
 from quire.server.http.origins import AllowedOrigins
 from quire.server.keys import Keys
@@ -138,7 +139,8 @@ class _Answer:
             self._is_stream = dict(piece.headers).get(b"content-type", b"").startswith(b"text/event-stream")
             return
         self._held += piece
-        if self._is_stream and (self.has_begun or self._held.count(b"\n\n") > NUM_FIRST_EVENTS.get(self._path, 0)):
+        num_events = self._held.count(b"\n\n") - self._held.count(HEARTBEAT)
+        if self._is_stream and (self.has_begun or num_events > NUM_FIRST_EVENTS.get(self._path, 0)):
             await self._flush(more=True)
 
     async def end(self) -> None:

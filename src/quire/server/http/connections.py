@@ -4,45 +4,121 @@
     its body             the guard's business: `read_timeout_s`, then 408
     an unread body       the response was sent before it was complete: dropped for `LINGER_S`, then the end
     what we send         some of it is taken every `write_timeout_s`, or the connection ends and what runs on it
+    what is parsed       `MAX_EVENTS` parts in one turn of the event loop; of an unread body as many in all
 
 A closed transport waits for ever for a client that does not read: those that keep us waiting are aborted.
 """
 
 import asyncio
 import json
+import re
+from collections.abc import Callable
 from typing import Any
 
 import h11
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 
 LINGER_S = 1.0
+MAX_EVENTS = 16
+"""Parts of requests (heads, chunks, ends) that are parsed in one turn of the event loop: each takes about 40 us."""
+MAX_HEADER_BYTES = 32 << 10
+MAX_HEADERS = 100
+FREE_CHUNKS, CHUNK_BYTES = 8192, 256
+"""A body may have so many chunks, and one more for each `CHUNK_BYTES` bytes: a chunk costs as much as a head."""
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+PROBES = frozenset({"/health", "/livez", "/readyz", "/metrics"})
+"""Paths that are reachable when all connections are taken."""
+NUM_SPARE = 8
+"""Connections beyond `max_connections` that are open for one request to a probe."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+
+
+class _Parser(h11.Connection):
+    """Parser of one connection's requests. It returns `num_left` events, and then NEED_DATA until that is set again."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self.num_left = MAX_EVENTS
+        self._num_chunks = self._num_bytes = 0
+
+    @property
+    def has_unread_body(self) -> bool:
+        """True if the response was sent before all of the request's body was parsed."""
+        return self.their_state is h11.SEND_BODY and self.our_state in (h11.DONE, h11.MUST_CLOSE)
+
+    def next_event(self) -> Any:
+        """Return the next event. h11.RemoteProtocolError if the request has too many headers or chunks."""
+        if not self.num_left:
+            return h11.NEED_DATA
+        if self.their_state is h11.IDLE:
+            self._check_headers()
+        event = super().next_event()
+        if event is h11.NEED_DATA or event is h11.PAUSED:
+            return event
+        self.num_left -= 1
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += 1
+            self._num_bytes += len(event.data)
+            if self._num_chunks > FREE_CHUNKS + self._num_bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("too many chunks")
+        return event
+
+    def _check_headers(self) -> None:
+        """Count lines before they are parsed, which costs 10 us each."""
+        data, _ = self.trailing_data
+        end = _END_OF_HEAD.search(data)
+        if data.count(b"\n", 0, end.start() if end else len(data)) > MAX_HEADERS:
+            raise h11.RemoteProtocolError("too many headers")
 
 
 class Connection(H11Protocol):
     """A connection of uvicorn's with our limits; `limited` makes a subclass for each port, as uvicorn wants a class."""
 
     limits: ServerConfig
+    spares: list["Connection"]
+    """Connections beyond `max_connections`, the oldest first."""
+    count_refused: Callable[[str], None]
+    """Called with the reason for each connection that the server ends or refuses."""
 
     def connection_made(self, transport: Any) -> None:
-        self._is_refused = len(self.connections) >= self.limits.max_connections
+        self.transport = transport
+        self._is_refused = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        if self._is_refused:
-            transport.write(FULL)
-            transport.close()
-            return
+        if len(self.connections) - len(self.spares) >= self.limits.max_connections:
+            self.spares.append(self)
+            if len(self.spares) > NUM_SPARE:
+                # The oldest without a request: it may never send one, and a probe sends its request at once.
+                next(one for one in self.spares if one.conn.our_state is h11.IDLE).refuse()
+            if self._is_refused:
+                return
+            self.app = _ProbesOnly(self.app, self.count_refused)
         # `pause_writing` is called for everything that is not sent at once, however little.
         transport.set_write_buffer_limits(high=0)
+        self.conn: _Parser = _Parser()
+        self._catching_up: asyncio.Handle | None = None
         super().connection_made(transport)
         self._wait_for_head()
 
+    def refuse(self) -> None:
+        """Close a spare connection that has no request with a 503."""
+        self.spares.remove(self)
+        self._is_refused = True
+        self._stop_waiting_for_head()
+        self.connections.discard(self)
+        self.count_refused("max_connections")
+        self.transport.write(FULL)
+        self.transport.close()
+
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._is_refused:
-            return
+        if self in self.spares:
+            self.spares.remove(self)
         self._stop_waiting_for_head()
         self._stop_waiting_for_writes()
         super().connection_lost(exc)
@@ -50,9 +126,33 @@ class Connection(H11Protocol):
     # -- what comes in ------------------------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_refused or (self.conn.has_unread_body and not self.conn.num_left):
             return
         super().data_received(data)
+        self._watch_head()
+
+    def handle_events(self) -> None:
+        """Handle `MAX_EVENTS` events now and the others in later turns of the loop: other connections come between."""
+        if not self.conn.has_unread_body:
+            self.conn.num_left = MAX_EVENTS
+        super().handle_events()
+        if self.transport.is_closing() or self._catching_up:
+            return
+        if self.conn.has_unread_body:
+            self.transport.resume_reading()  # `data_received` drops the rest: unread, it would reset the connection
+        elif not self.conn.num_left:
+            self.transport.pause_reading()
+            self._catching_up = self.loop.call_soon(self._catch_up)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _catch_up(self) -> None:
+        self._catching_up = None
+        if not self.transport.is_closing():
+            self.handle_events()
+            self._watch_head()
+
+    def _watch_head(self) -> None:
         if self.conn.their_state is h11.IDLE:
             self._wait_for_head()
         else:
@@ -64,7 +164,7 @@ class Connection(H11Protocol):
 
     def _wait_for_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.limits.read_timeout_s, self.transport.abort)
+            self._head_timer = self.loop.call_later(self.limits.read_timeout_s, self._abort, "slow_head")
 
     def _stop_waiting_for_head(self) -> None:
         if self._head_timer is not None:
@@ -72,21 +172,31 @@ class Connection(H11Protocol):
             self._head_timer = None
 
     def on_response_complete(self) -> None:
+        self.conn.num_left = MAX_EVENTS
         super().on_response_complete()
-        if self.conn.their_state is h11.SEND_BODY:
+        if self.conn.has_unread_body:
             # Not at once: a client that still sends would find a broken connection instead of its response.
             self.loop.call_later(LINGER_S, self._end_unread, self.cycle)
 
     def _end_unread(self, cycle: Any) -> None:
         if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
-            self.transport.abort()
+            self._abort("unread_body")
+
+    def _abort(self, reason: str) -> None:
+        self.count_refused(reason)
+        self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is not HTTP, or has too long a head."""
+        self.count_refused("invalid_http")
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()  # the response to its request has been sent: there cannot be another
             return
-        body = json.dumps(ApiError(400, "this is not HTTP, or its head is too long", code="invalid_http").body)
+        body = json.dumps(
+            ApiError(
+                400, "this is not HTTP, its head is too long, or its body has too many chunks", code="invalid_http"
+            ).body
+        )
         headers = [
             ("content-type", "application/json"),
             ("content-length", str(len(body))),
@@ -114,7 +224,7 @@ class Connection(H11Protocol):
         if self.transport.get_write_buffer_size() < num_unsent:
             self._wait_for_writes()
         else:
-            self.transport.abort()
+            self._abort("slow_reader")
 
     def _stop_waiting_for_writes(self) -> None:
         if self._write_timer is not None:
@@ -122,6 +232,29 @@ class Connection(H11Protocol):
             self._write_timer = None
 
 
-def limited(config: ServerConfig) -> type[Connection]:
-    """The class that uvicorn makes for each connection of one port."""
-    return type("Limited", (Connection,), {"limits": config})
+class _ProbesOnly:
+    """The application of a spare connection: it passes one request to a probe on, and refuses any other."""
+
+    def __init__(self, app: ASGIApp, count_refused: Callable[[str], None]) -> None:
+        self._app = app
+        self._count_refused = count_refused
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"connection", b"close")]
+            await send(message)
+
+        if scope["path"] in PROBES:
+            await self._app(scope, receive, last)
+            return
+        self._count_refused("max_connections")
+        headers = [(b"retry-after", b"1"), (b"content-length", b"0")]
+        await last({"type": "http.response.start", "status": 503, "headers": headers})
+        await last({"type": "http.response.body", "body": b""})
+
+
+def limited(config: ServerConfig, count_refused: Callable[[str], None]) -> type[Connection]:
+    """Return the class that uvicorn makes for each connection of one port."""
+    fields = {"limits": config, "spares": [], "count_refused": staticmethod(count_refused)}
+    return type("Limited", (Connection,), fields)

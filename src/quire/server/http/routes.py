@@ -143,7 +143,7 @@ class Api:
         grammar = await self.service.compile(request.state.caller, parsed.structured, parsed.requests[0].cache_salt)
         streams = self._submit(request, parsed.requests, parsed.timeout_s, parsed.prompt_field, grammar)
         if parsed.stream:
-            return EventStream(parsed, streams, self.service, self.config.write_timeout_s)
+            return EventStream(parsed, streams, self.service, self.config)
         return await self._whole(request, streams, parsed.formatter.response)
 
     def _submit(
@@ -277,8 +277,8 @@ class Api:
 class EventStream(EventResponse):
     """What streams generate, as server-sent events."""
 
-    def __init__(self, parsed: ParsedRequest, streams: list[Stream], service: Service, write_timeout_s: float) -> None:
-        super().__init__(write_timeout_s)
+    def __init__(self, parsed: ParsedRequest, streams: list[Stream], service: Service, config: ServerConfig) -> None:
+        super().__init__(config.write_timeout_s, config.heartbeat_s)
         self._parsed = parsed
         self._streams = streams
         self._service = service

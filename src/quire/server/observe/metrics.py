@@ -55,6 +55,7 @@ OVERLOAD_REASONS = (
     "max_queued_requests", "max_queued_tokens", "reading", "key_requests", "key_queued_tokens", "key_tokens_per_minute",
 )  # fmt: skip
 REJECTION_REASONS = {*OVERLOAD_REASONS, "request_too_large"}
+CONNECTION_REASONS = ("max_connections", "slow_head", "unread_body", "slow_reader", "invalid_http")
 
 VLLM_NAMES = {
     "quire_requests_waiting": "num_requests_waiting",
@@ -110,6 +111,10 @@ class Metrics:
             self._errors.labels(reason)
         text = "requests refused because the queue is full, a key has its limit, or they are larger than either"
         self._rejections = Counter("quire_rejections", text, registry=self.registry)
+        text = "connections that were refused, or ended because of the client, by reason"
+        self._refused = Counter("quire_refused_connections", text, ["reason"], registry=self.registry)
+        for reason in CONNECTION_REASONS:
+            self._refused.labels(reason)
         self._of_keys = CollectorRegistry()
         """Metrics with the labels of keys, which are not for everybody."""
         text = "requests and calls, by key and status"
@@ -167,6 +172,10 @@ class Metrics:
             self._rejections.inc()
         if key:
             self._key_requests.labels(key, status).inc()
+
+    def count_refused_connection(self, reason: str) -> None:
+        """Count a connection that was refused, or ended because of the client."""
+        self._refused.labels(reason).inc()
 
     async def read(self, *, with_keys: bool = False) -> tuple[bytes, str]:
         """The page that Prometheus reads, and its type. If the engine does not respond, its last figures stand."""
