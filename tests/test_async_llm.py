@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import random
+import re
 import subprocess
 import sys
 import textwrap
@@ -12,7 +13,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from quire import LLM, AsyncLLM, Request, SamplingParams, Structured
-from quire.async_llm import DeadlineError, GenerationError, OverloadError, UnavailableError
+from quire.async_llm import DeadlineError, GenerationError, OverloadError, UnavailableError, open_streams
 from quire.async_llm.admission import Admission
 from quire.core.errors import RequestError
 from quire.field_error import FieldError
@@ -723,28 +724,33 @@ class Panic(BaseException):
 
 
 class Breaking:
-    """Ends the engine's thread: what watches steps must not raise."""
-
-    def __init__(self) -> None:
-        self.is_broken = False
+    """Raises, wherever it is called."""
 
     def on_step(self, engine, start, end, is_failed) -> None:
-        if self.is_broken:
-            raise ZeroDivisionError
+        raise Panic
 
     def on_tokens(self, stream, index, now, count) -> None:
-        raise RuntimeError("nobody's tokens depend on who watches")
+        raise RuntimeError("tokens do not depend on observers")
 
     def on_end(self, stream, failure) -> None:
-        raise RuntimeError("nor their ends")
+        raise Panic
+
+
+def test_an_observer_that_raises_ends_no_request_and_not_the_engine():
+    async def main() -> None:
+        async with AsyncLLM.from_factory(fake_llm, observers=[Breaking()]) as llm:
+            for _ in range(3):
+                assert len((await llm.generate(PROMPT, tokens(3))).outputs[0].token_ids) == 3
+            assert (llm.is_healthy, llm.num_failed_steps) == (True, 0)
+
+    run(main)
 
 
 def test_when_the_engines_thread_dies_everything_ends():
     gate = Gate()
 
     async def main() -> None:
-        breaking = Breaking()
-        llm = AsyncLLM.from_factory(lambda: fake_llm(gate, max_num_seqs=1), observers=[breaking])
+        llm = AsyncLLM.from_factory(lambda: fake_llm(gate, max_num_seqs=1))
         await llm.start()
         assert len((await llm.generate(PROMPT, tokens(3))).outputs[0].token_ids) == 3
         gate.close()
@@ -752,7 +758,7 @@ def test_when_the_engines_thread_dies_everything_ends():
         await asyncio.to_thread(gate.wait_until_held)
         requests.append(asyncio.create_task(llm.call(lambda engine: engine.stats())))
         await until(lambda: llm.num_streams == 5)
-        breaking.is_broken = True
+        llm.llm.engine.runner.failure = ZeroDivisionError()
         gate.open()
         for error in await asyncio.gather(*requests, return_exceptions=True):
             assert isinstance(error, UnavailableError)
@@ -766,19 +772,53 @@ def test_when_the_engines_thread_dies_everything_ends():
     run(main)
 
 
-def test_nobody_waits_for_an_engine_that_hangs():
+def test_a_dispatch_that_takes_too_long_is_reported_and_its_requests_go_on():
+    """It may be slow, or hang: health says so, nothing new is taken, and no stream is ended."""
     gate = Gate()
 
     async def main() -> None:
         async with opened(gate) as llm:
             gate.close()
+            request = asyncio.create_task(llm.generate(PROMPT, tokens(5)))
+            await asyncio.to_thread(gate.wait_until_held)
+            assert (llm.is_healthy, llm.engines.describe_hang()) == (True, None)
+            thread = llm.engines.threads[0]
+            pace, thread.heartbeat.limit_s = thread.llm.engine.pace, 0.0
+            pace.in_flight = pace.in_flight._replace(expected_s=1e-9)
+            assert (llm.is_healthy, llm.is_ready) == (False, False)
+            said = r"the engine does not respond: a dispatch of 3 tokens in 1 rounds has run for \d+ s, 0.0 s were"
+            with pytest.raises(UnavailableError, match=said):
+                await llm.generate(PROMPT, tokens(5))
+            assert re.match(said, llm.engines.describe_hang())
+            with pytest.raises(UnavailableError):
+                await llm.call(lambda engine: engine.stats())
+            await asyncio.sleep(2 * open_streams.CHECK_EVERY_S)  # it has been looked at
+            assert not request.done()
+            thread.heartbeat.limit_s = LONG_S
+            gate.open()
+            assert len((await request).outputs[0].token_ids) == 5
+            assert llm.is_healthy
+
+    run(main)
+
+
+def test_nobody_waits_for_an_engine_that_hangs_outside_of_a_dispatch(monkeypatch):
+    gate = Gate()
+
+    async def main() -> None:
+        async with opened() as llm:
+            scheduler, heartbeat = llm.llm.engine.scheduler, llm.engines.threads[0].heartbeat
+            schedule = scheduler.schedule
+            monkeypatch.setattr(scheduler, "schedule", lambda: (gate.pass_through(), schedule())[1])
+            gate.close()
             requests = [asyncio.create_task(llm.generate(PROMPT, tokens(5)))]
             await asyncio.to_thread(gate.wait_until_held)
             requests.append(asyncio.create_task(llm.call(lambda engine: engine.stats())))
-            limit_s, llm.engines.threads[0].heartbeat.limit_s = llm.engines.threads[0].heartbeat.limit_s, 0.0
+            heartbeat.limit_s = 0.0
             for error in await asyncio.gather(*requests, return_exceptions=True):
                 assert isinstance(error, UnavailableError)
-            llm.engines.threads[0].heartbeat.limit_s = limit_s
+            assert llm.engines.describe_hang() == "the engine does not respond"
+            heartbeat.limit_s = LONG_S
             gate.open()
 
     run(main)

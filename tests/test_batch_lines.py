@@ -370,16 +370,16 @@ def test_a_failure_that_is_the_lines_own_is_its_answer(tmp_path, monkeypatch):
 
     async def go(engine):
         thread = engine.engines.threads[0]
-        deliver = thread._deliver_tokens
+        post = thread._post_update
 
         def fails_for_a(state, *how):
             if state.request.id.startswith(first):
                 raise ValueError("no such text")
-            deliver(state, *how)
+            post(state, *how)
 
         with given.open("rb") as source:
             first = f"cmpl-{next(read_lines(source, '')).digest}"
-        monkeypatch.setattr(thread, "_deliver_tokens", fails_for_a)
+        monkeypatch.setattr(thread, "_post_update", fails_for_a)
         await answer_file(engine, given, output)
 
     run(go)

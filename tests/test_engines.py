@@ -191,12 +191,7 @@ def test_a_dead_engine_ends_its_requests_and_the_other_serves():
             gates[0].close()
             lost = asyncio.create_task(llm.generate(prompt(0), tokens(3), request_id="lost"))
             assert await engine_of(llm, "lost") == 0
-
-            def die():
-                raise SystemExit("gone")
-
-            engine = llm.engines.threads[0].llm.engine
-            engine.step = lambda meanwhile=None: die()
+            llm.engines.threads[0].llm.engine.runner.failure = RuntimeError("gone")
             gates[0].open()
             with pytest.raises(UnavailableError, match="the engine has stopped"):
                 await lost
@@ -212,20 +207,22 @@ def test_a_dead_engine_ends_its_requests_and_the_other_serves():
     run(main)
 
 
-def test_a_hanging_engine_ends_its_requests_only():
+def test_a_hanging_engine_gets_no_requests_and_keeps_its_own():
     async def main() -> None:
         gates = [Gate(), Gate()]
         async with opened(*gates) as llm:
             gates[0].close()
-            lost = asyncio.create_task(llm.generate(prompt(0), tokens(3), request_id="lost"))
-            assert await engine_of(llm, "lost") == 0
+            held = asyncio.create_task(llm.generate(prompt(0), tokens(3), request_id="held"))
+            assert await engine_of(llm, "held") == 0
             await asyncio.to_thread(gates[0].wait_until_held)
+            pace = llm.engines.threads[0].llm.engine.pace
+            pace.in_flight = pace.in_flight._replace(expected_s=1e-9)
             llm.engines.threads[0].heartbeat.limit_s = 1e-9
-            with pytest.raises(UnavailableError, match="the engine does not respond"):
-                await lost
+            assert llm.engines.silent == [0]
             assert len((await llm.generate(prompt(0), tokens(2))).outputs[0].token_ids) == 2
             llm.engines.threads[0].heartbeat.limit_s = LONG_S
             gates[0].open()
+            assert len((await held).outputs[0].token_ids) == 3
             await until(lambda: llm.is_healthy)
 
     run(main)

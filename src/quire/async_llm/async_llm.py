@@ -490,7 +490,7 @@ class AsyncLLM:
         self._streams.check_open()
         engine = self.llm.engine
         if len(self.engines.silent) == len(self.engines):
-            raise UnavailableError("the engine does not respond")
+            raise UnavailableError(self.engines.describe_hang() or "the engine does not respond")
         return engine
 
     async def _submit_one(self, request: Request, timeout_s: float | None) -> Stream:

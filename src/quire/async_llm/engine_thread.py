@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple, Protocol
 
-from quire.async_llm.errors import GenerationError, UnavailableError, described
+from quire.async_llm.errors import GenerationError, UnavailableError, described, notify
 from quire.async_llm.heartbeat import STALLED_AFTER_S, Heartbeat
 from quire.async_llm.page_feed import PageFeed
 from quire.async_llm.updates import Update
@@ -28,6 +28,7 @@ from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import TokenEvent, TokenLogprob
 from quire.core.stopping import FinishReason, Grammar
 from quire.engine.engine import Engine
+from quire.engine.pace import Dispatch
 from quire.llm import LLM
 from quire.outputs import new_text
 
@@ -154,8 +155,26 @@ class EngineThread:
     @property
     def is_moving(self) -> bool:
         """Whether the thread takes commands: it is there, and does not hang."""
-        is_alive = self._thread.is_alive() and not self._is_over and self.failure is None
-        return is_alive and not (self.ready.done() and self.heartbeat.is_late)
+        return self._is_alive and not (self.ready.done() and self.heartbeat.is_late)
+
+    @property
+    def _is_alive(self) -> bool:
+        return self._thread.is_alive() and not self._is_over and self.failure is None
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        """What the device computes now, if the engine has not failed: its requests go on once it is done."""
+        return self._engine and self._engine.pace.in_flight if self._is_alive else None
+
+    @property
+    def hang(self) -> str:
+        """Text that describes a dispatch which takes too long; empty if there is none."""
+        dispatch = self.dispatch
+        if dispatch is None or not self.heartbeat.is_late:
+            return ""
+        what = f"a dispatch of {dispatch.num_tokens:,} tokens in {dispatch.rounds} rounds has run for"
+        seconds = time.monotonic() - dispatch.began
+        return f"{what} {seconds:.0f} s, {dispatch.expected_s:.1f} s were expected"
 
     @property
     def failure(self) -> Exception | None:
@@ -198,8 +217,8 @@ class EngineThread:
             if not future.set_running_or_notify_cancel():
                 return
             self.heartbeat.rest()
-            self._deliver()
             try:
+                self._deliver()
                 result, error = function(engine), None
             except BaseException as caught:
                 result, error = None, caught
@@ -234,6 +253,7 @@ class EngineThread:
             return
         self.heartbeat.beat()
         engine = self._engine = self.llm.engine
+        self.heartbeat.pace = engine.pace
         self.ready.set_result(None)
         try:
             while self._take_inbox(engine):
@@ -287,19 +307,19 @@ class EngineThread:
         try:
             self._events.extend(engine.step(meanwhile=self._deliver))
             self._num_failed_in_a_row = 0
-        except Exception as error:
+        except BaseException as error:  # a panic of a Rust library is not an Exception
             is_failed = True
             self._check(engine)
             self._survive(engine, error)
         end = time.monotonic()
-        self.heartbeat.end_step(end - start)
+        self.heartbeat.beat()
         for on_step in self._on_step:
-            on_step(engine, start, end, is_failed)
+            notify(on_step, engine, start, end, is_failed)
         self.pages.tell(engine)
         if not engine.has_work:
             self._deliver()  # no other step will come to do it
 
-    def _survive(self, engine: Engine, error: Exception) -> None:
+    def _survive(self, engine: Engine, error: BaseException) -> None:
         """A step failed. When that goes on, everything ends, and for a while nothing is taken."""
         self.num_failed_steps += 1
         self._num_failed_in_a_row += 1
@@ -317,7 +337,7 @@ class EngineThread:
             self._num_failed_in_a_row = 0
             self._failing_until = time.monotonic() + FAILING_S
             engine.reset()
-        self._flush()
+        self._tell_of_ends()  # sequences that ended before the step failed come without an event, too
 
     def _add(self, engine: Engine, state: RequestState) -> None:
         if state.is_cancelled:
@@ -326,7 +346,7 @@ class EngineThread:
             state.sequences = engine.add(state.request, state.grammar)
         except RequestError as error:
             self._post(state, state.on_failed, error)
-        except Exception as error:  # its message may tell of the inside
+        except BaseException as error:  # its message may tell of the inside
             _log.error("a request was not added", extra=described(error))
             self._post(state, state.on_failed, _failure(error))
         else:
@@ -368,8 +388,8 @@ class EngineThread:
         self._deliver_started()
         while self._events:
             event = self._events[0]
-            state = self._states.get(event.sequence.request.id)
-            if state and self._is_news(state, event.sequence):
+            state = self._state_of(event.sequence)
+            if state and event.sequence.index not in state.ended:
                 self._deliver_event(state, event)
             self._events.popleft()
         self._flush()
@@ -378,27 +398,42 @@ class EngineThread:
         if not self._unstarted:
             return
         moving = [event.sequence for event in self._events] + self.llm.engine.scheduler.running
-        for request_id in {sequence.request.id for sequence in moving} & self._unstarted:
-            self._unstarted.discard(request_id)
-            state = self._states[request_id]
-            self._post(state, state.on_started)
+        for sequence in moving:
+            if sequence.request.id in self._unstarted and (state := self._state_of(sequence)):
+                self._unstarted.discard(sequence.request.id)
+                self._post(state, state.on_started)
 
-    def _is_news(self, state: RequestState, sequence: TokenSequence) -> bool:
-        """Whether a sequence is one of those that were asked for (not a fork), and its end has not been posted."""
-        return sequence.index < len(state.sequences) and sequence.index not in state.ended
+    def _state_of(self, sequence: TokenSequence) -> RequestState | None:
+        """Return the request of a sequence; None for a fork, and for a request that has ended.
+
+        An id is free once its request has ended, so events of the last step may belong to an earlier request with the
+        same id: sequences are compared by identity.
+        """
+        state = self._states.get(sequence.request.id)
+        is_own = state and sequence.index < len(state.sequences) and state.sequences[sequence.index] is sequence
+        return state if is_own else None
 
     def _deliver_event(self, state: RequestState, event: TokenEvent) -> None:
-        try:
-            if event.finish_reason is FinishReason.ABORT:
-                raise ValueError("the grammar allows no token that could follow")
+        if event.finish_reason is FinishReason.ABORT:
+            self._fail(state, ValueError("the grammar allows no token that could follow"))
+        else:
             self._deliver_tokens(state, event.sequence, event.token_ids, event.finish_reason)
-        except Exception as error:  # a bug of ours with one request is not the others'
-            _log.error("an update failed", extra=described(error))
-            self._forget(state)
-            self.llm.engine.abort_soon(state.request.id)  # the step that is under way may have it
-            self._post(state, state.on_failed, _failure(error))
+
+    def _fail(self, state: RequestState, error: BaseException) -> None:
+        _log.error("an update failed", extra=described(error))
+        self._forget(state)
+        self.llm.engine.abort_soon(state.request.id)  # the step that is under way may have it
+        self._post(state, state.on_failed, error if isinstance(error, GenerationError) else _failure(error))
 
     def _deliver_tokens(
+        self, state: RequestState, sequence: TokenSequence, token_ids: Sequence[int], reason: FinishReason | None
+    ) -> None:
+        try:
+            self._post_update(state, sequence, token_ids, reason)
+        except BaseException as error:  # a bug, or a panic of the tokenizer, with one request does not end others
+            self._fail(state, error)
+
+    def _post_update(
         self, state: RequestState, sequence: TokenSequence, token_ids: Sequence[int], reason: FinishReason | None
     ) -> None:
         update = Update(sequence.index, new_text(sequence), list(token_ids), finish_reason=reason and str(reason))

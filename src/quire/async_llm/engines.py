@@ -125,6 +125,16 @@ class Engines:
             change=change,
         )
 
+    def describe_hang(self) -> str | None:
+        """Text that says which engines do not respond, and what their dispatches do; None if all do."""
+        silent = self.silent
+        if not silent:
+            return None
+        names = ", ".join(map(str, silent))
+        which = "the engine does" if len(self) == 1 else f"engine {names} of {len(self)} (0 is the first) does"
+        hangs = [hang for i in silent if (hang := self.threads[i].hang)]
+        return ": ".join([f"{which} not respond", "; ".join(hangs)] if hangs else [f"{which} not respond"])
+
     # -- who takes requests -------------------------------------------------------------------------------------------
 
     @property

@@ -1,15 +1,14 @@
-"""Whether a thread still moves: it beats, and when it has not for too long it is taken to hang."""
+"""Whether a thread still moves: it beats, and when it has been silent for too long it is taken to hang."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 
+from quire.engine.pace import Pace
+
 STALLED_AFTER_S = 8.0
-"""A thread that has not begun a step for so long hangs: a step of full rows and all rounds takes about a second."""
-STALLED_STEPS = 4
-"""Or so many times as long as the longest of the last steps, on a slow machine."""
-NUM_RECENT_STEPS = 64
-"""Steps whose time is remembered: one that was slow does not hide a hang for ever."""
+"""Seconds of silence, or of one dispatch, that are never taken for a hang."""
+STALLED_DISPATCHES = 4
+"""A dispatch that takes so many times as long as expected is taken to hang."""
 
 
 class Heartbeat:
@@ -19,9 +18,10 @@ class Heartbeat:
         self._clock = clock
         self._last = clock()
         self._is_resting = False
-        self._recent_s: deque[float] = deque(maxlen=NUM_RECENT_STEPS)
+        self.pace: Pace | None = None
+        """Measures the dispatches of the engine that the thread runs, on the same clock."""
         self.limit_s = STALLED_AFTER_S
-        """Seconds without a beat after which the thread is taken to hang."""
+        """Seconds after which silence is taken for a hang, and a dispatch too if that is longer than expected."""
 
     def beat(self) -> None:
         """Show that the thread moves."""
@@ -32,11 +32,6 @@ class Heartbeat:
         """Until the next beat, do not take silence for a hang: something runs that may take as long as it likes."""
         self._is_resting = True
 
-    def end_step(self, seconds: float) -> None:
-        """Learn from a step how long one may take here."""
-        self._recent_s.append(seconds)
-        self.limit_s = max(STALLED_AFTER_S, STALLED_STEPS * max(self._recent_s))
-
     @property
     def age_s(self) -> float:
         """Seconds since the last beat; 0 at rest."""
@@ -44,5 +39,8 @@ class Heartbeat:
 
     @property
     def is_late(self) -> bool:
-        """Whether the last beat is so long ago that the thread hangs."""
-        return self.age_s >= self.limit_s
+        """Whether the dispatch in flight takes far longer than expected, or without one the thread is silent."""
+        if self.pace and (dispatch := self.pace.in_flight):
+            return self._clock() - dispatch.began >= max(self.limit_s, STALLED_DISPATCHES * dispatch.expected_s)
+        moved = max(self._last, self.pace.ended) if self.pace else self._last
+        return not self._is_resting and self._clock() - moved >= self.limit_s

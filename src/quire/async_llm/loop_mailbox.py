@@ -44,5 +44,7 @@ class LoopMailbox:
         for call in calls:
             try:
                 call()
-            except Exception as error:  # a bug of ours with one call is not the others'
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # a bug, or a panic of a Rust library, in one call does not lose the others
                 self.loop.call_exception_handler({"message": "a call of the engine failed", "exception": error})

@@ -148,10 +148,15 @@ class OpenStreams:
             seen.add(request.id)
 
     def _watch(self, mailbox: LoopMailbox) -> None:
-        """Once a second, while a loop has streams, end those of an engine that does not respond."""
+        """Once a second, while a loop has streams, end those of an engine that does not respond.
+
+        A dispatch in flight may be slow, however long it takes: it is reported, and its streams stay.
+        """
         if self._mailboxes.get(mailbox.loop) is not mailbox:
             return
         for engine in self._engines.silent:
+            if self._engines.threads[engine].dispatch:
+                continue
             self.end_all(lambda: UnavailableError("the engine does not respond"), mailbox, engine)
         mailbox.loop.call_later(CHECK_EVERY_S, self._watch, mailbox)
 
@@ -244,7 +249,8 @@ class OpenStreams:
     def on_started(self, stream: Stream) -> None:
         """A stream's request has a row."""
         with self._lock:
-            self.admission.start(stream.request.id)
+            if self._streams.get(stream.request.id) is stream:  # else the id may be another request's by now
+                self.admission.start(stream.request.id)
 
     def on_tokens(self, stream: Stream, update: Update, now: float) -> None:
         """Tokens have come; the stream's times are still those of the tokens before."""

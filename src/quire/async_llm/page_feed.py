@@ -6,6 +6,7 @@ It costs nothing while nobody listens. Whoever begins to gets a snapshot first, 
 from collections.abc import Callable
 from typing import NamedTuple
 
+from quire.async_llm.errors import notify
 from quire.core.sequence import Weights
 from quire.engine.engine import Engine
 
@@ -64,4 +65,4 @@ class PageFeed:
         published = [name for name, there in is_there.items() if there]
         removed = [name for name, there in is_there.items() if not there]
         for listener in self._listeners:
-            listener(PageBatch(self._number, published, removed, tables.weights))
+            notify(listener, PageBatch(self._number, published, removed, tables.weights))

@@ -23,7 +23,7 @@ from quire.core.page_map import PageMap, page_map
 from quire.core.plan import StepPlan, StepResult
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
-from quire.core.sequence import Sequence, TokenEvent, Version
+from quire.core.sequence import Sequence, SequenceState, TokenEvent, Version
 from quire.core.stopping import Grammar
 from quire.device.mesh import mesh_of
 from quire.distributed.leader import Leader
@@ -42,6 +42,7 @@ from quire.engine.build import (
 from quire.engine.draft_model import DraftModel, check_draft
 from quire.engine.drafting_runner import DraftingRunner
 from quire.engine.ownership import between_steps, owner_only
+from quire.engine.pace import Pace
 from quire.engine.runner import Runner
 from quire.engine.stats import EngineStats, Progress, StepCounters, StepTimer, TimingLog
 from quire.engine.validation import RequestValidator, max_model_len
@@ -124,6 +125,8 @@ class Engine:
         self._num_arrived = self._prompt_tokens = 0
         self._last_number = 0
         """The highest version of weights that was a number."""
+        self.pace = Pace(is_cpu=mesh.devices.flat[0].platform == "cpu")
+        """Measures dispatches, and says how long the one in flight should take. Any thread may look."""
         self._timer, self._counters, self._timing_log = StepTimer(clock), StepCounters(), TimingLog()
 
     def _with_draft(self, target: Runner, draft: DraftModel, mesh: Mesh, progress: Any) -> Runner:
@@ -177,6 +180,7 @@ class Engine:
         with self._surviving(plan):
             inputs = self._packer.pack(plan)
             timer.lap("plan_s")
+            self.pace.begin(plan)
             handle = self.runner.run(inputs)
             timer.lap("dispatch_s")
             error = _caught(meanwhile) if meanwhile else None
@@ -214,8 +218,10 @@ class Engine:
         try:
             yield
         except BaseException as error:
+            # A panic of a Rust library is not an Exception, and has failed all the same.
+            self.pace.end()
             self.failed_requests = list(dict.fromkeys(row.sequence.request.id for row in plan.rows))
-            cache_survived, failed = False, isinstance(error, Exception)
+            cache_survived, failed = False, not isinstance(error, KeyboardInterrupt | SystemExit)
             try:
                 cache_survived = self.runner.recover()
             finally:  # though there be no memory for another cache
@@ -559,8 +565,10 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Let the scheduler judge what a step produced, and keep count."""
+        is_whole = all(row.sequence.state is SequenceState.RUNNING for row in plan.rows)  # nothing aborted in flight
         events = self.scheduler.commit(plan, result)
-        self._counters.count(plan, events)
+        rounds = self._counters.count(plan, events)
+        self.pace.end(rounds if is_whole else 0)  # the rounds of what was aborted are not known
         self._forget_finished(event.sequence.request.id for event in events if event.finish_reason)
         if self.config.debug:
             audit(self.scheduler)

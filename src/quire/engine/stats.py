@@ -74,16 +74,18 @@ class StepCounters:
         self.steps = self.rounds = self.rows = 0
         self.computed_tokens = self.generated_tokens = self.page_copies = 0
 
-    def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> None:
-        """Take in a committed step."""
+    def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> int:
+        """Take in a committed step; returns the number of its rounds."""
         rounds_of = {row.sequence: row.max_rounds for row in plan.rows}
         drawn = [min(len(event.token_ids), rounds_of.get(event.sequence, 1)) for event in events]
+        rounds = max(drawn, default=1)
         self.steps += 1
-        self.rounds += max(drawn, default=1)
+        self.rounds += rounds
         self.rows += len(plan.rows)
         self.computed_tokens += plan.num_tokens + sum(n - 1 for n in drawn if n > 1)  # but for what it drew last
         self.generated_tokens += sum(len(event.token_ids) for event in events)
         self.page_copies += sum(len(operations.copies) for operations in plan.operations)
+        return rounds
 
 
 class StepTimer:

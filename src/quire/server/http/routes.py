@@ -226,11 +226,9 @@ class Api:
 
     async def health(self, request: HttpRequest) -> Response:
         """`GET /health`: whether every engine steps."""
-        engines = self.service.engine.engines
-        silent = ", ".join(map(str, engines.silent))
-        which = "the engine does" if len(engines) == 1 else f"engine {silent} of {len(engines)} (0 is the first) does"
+        hang = self.service.engine.engines.describe_hang()
         lost = self.service.engine.failure is not None
-        return _probe(not silent, "a process of the engine's group is lost" if lost else f"{which} not respond")
+        return _probe(hang is None, "a process of the engine's group is lost" if lost else hang or "")
 
     async def alive(self, request: HttpRequest) -> Response:
         """`GET /livez`: whether the process responds."""
