@@ -241,6 +241,7 @@ def test_many_tasks_embed_at_once():
         llm = AsyncLLM.from_params(
             CONFIG,
             tiny_params(CONFIG),
+            dtype="float32",
             quiet=True,
             page_size=4,
             num_pages=64,

@@ -13,7 +13,7 @@ from quire.device import native
 from quire.device.linear import MatmulKind, convert, restore
 from quire.device.mesh import make_mesh
 from quire.device.models import ARCHITECTURES
-from quire.device.models.tensors import MAX_NAMED, engine_dtype
+from quire.device.models.tensors import MAX_NAMED
 from quire.device.models.weights import (
     arrays_from_tensors,
     check_params,
@@ -29,7 +29,7 @@ PROMPT = [(5 * i) % 90 + 1 for i in range(21)]
 MATMULS = ["xla", *(["native"] if native.unavailable_reason_on(make_mesh()) is None else [])]
 FEW = {"max_num_seqs": 2, "max_num_batched_tokens": 8, "max_rounds": 1}
 """Few and small programs."""
-KNOBS = {"page_size": 4, "num_pages": 64, **FEW}
+KNOBS = {"dtype": "float32", "page_size": 4, "num_pages": 64, **FEW}
 
 
 def draw(llm: LLM) -> tuple[list[int], list[float]]:
@@ -90,8 +90,7 @@ def test_params_of_an_llm_are_the_same_model_and_copies():
         jax.tree.map(np.testing.assert_array_equal, params, given)
         llm.set_weights(params)
         assert draw(llm) == expected
-        with LLM.from_params(llm.model_config, llm.params, quiet=True, **KNOBS) as other:
-            assert other.engine.config.dtype == "bfloat16"
+        with LLM.from_params(llm.model_config, llm.params, quiet=True, **KNOBS | {"dtype": "bfloat16"}) as other:
             assert draw(other) == expected
         jax.block_until_ready(jax.jit(lambda tree: jax.tree.map(lambda x: x * 0, tree), donate_argnums=0)(params))
         assert draw(llm) == expected
@@ -177,13 +176,6 @@ def test_an_llm_takes_tensors_under_hugging_face_names():
     with LLM.from_params(config, tensors, quiet=True, **KNOBS) as llm:
         assert llm.engine.config.dtype == "float32"
         assert draw(llm) == after
-
-
-@pytest.mark.parametrize(("dtype", "becomes"), [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", None)])
-def test_the_type_of_an_engine_is_that_of_the_tensors_where_it_computes_with_it(dtype, becomes):
-    array = jnp.ones(3, dtype)
-    assert engine_dtype({"model.embed_tokens.weight": array}) == becomes
-    assert engine_dtype({"model.embed_tokens.weight": Foreign(np.asarray(array))}) == becomes
 
 
 def test_a_tied_head_may_come_along_if_it_is_the_embedding():

@@ -378,10 +378,10 @@ def test_an_engine_computes_with_mapped_weights_set_under_a_transfer_guard():
     config = tiny_config("qwen3")
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     tensors = tensors_of(config)
-    with LLM.from_params(config, tensors, quiet=True) as llm:
+    with LLM.from_params(config, tensors, dtype="float32", quiet=True) as llm:
         expected = llm.generate([[3, 1, 4]], params)[0].outputs[0].token_ids
     tree = tunix_tree(config, tensors)
-    with LLM.from_params(config, tensors_of(config, seed=8), quiet=True) as llm:
+    with LLM.from_params(config, tensors_of(config, seed=8), dtype="float32", quiet=True) as llm:
         assert llm.generate([[3, 1, 4]], params)[0].outputs[0].token_ids != expected
         with jax.transfer_guard("disallow_explicit"):
             llm.set_weights(from_tunix(tree, config, dtype="float32"), copy=False)

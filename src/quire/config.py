@@ -18,6 +18,8 @@ from quire.memory_budget import budget_bytes
 from quire.short_repr import short_repr
 
 DTYPES = ("bfloat16", "float32")
+DEFAULT_DTYPE = "bfloat16"
+"""Type in which an engine computes, a training step scores and `quire.weights` converts, unless another is given."""
 ATTENTION_BACKENDS = ("auto", "native", "pallas", "pallas-int8", "xla", "xla-rows", "reference")
 MATMULS = ("auto", "native", "xla")
 QUANTIZATIONS = (None, "int8", "int4", "gguf", "int8-weights", "int4-weights", "mxfp4")
@@ -57,7 +59,7 @@ def knob(default: Any, text: str, *, expert: bool = False) -> Any:
 class EngineConfig:
     """How one engine runs. Ordinary knobs first, expert knobs after."""
 
-    dtype: str = knob("bfloat16", "type of weights, activations and KV pages: bfloat16 or float32")
+    dtype: str = knob(DEFAULT_DTYPE, "type of weights, activations and KV pages: bfloat16 or float32")
     quantize: str | None = knob(None, "int8, int4, gguf (as stored), int8-weights, int4-weights or mxfp4")
     mesh: str | None = knob(None, "devices to use: model=4 or model=2,expert=2; data=2 for two engines")
     page_size: int = knob(16, "token positions in one KV page")

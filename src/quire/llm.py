@@ -29,7 +29,7 @@ from quire.device.compile_cache import use_compile_cache
 from quire.device.linear import check_blocked
 from quire.device.memory import return_freed_memory
 from quire.device.mesh import EngineMesh, check_mesh, mesh_of
-from quire.device.models.tensors import engine_dtype, has_tensor_names
+from quire.device.models.tensors import EMBEDDING, dtype_name, has_tensor_names, is_wider
 from quire.device.models.weights import params_from_tensors, place_params
 from quire.distributed.group import facts_of, group_mesh
 from quire.distributed.leader import Leader
@@ -112,15 +112,14 @@ class LLM:
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> "LLM":
-        """Use weights that are already in this program; unless `dtype` is given, their type is the engine's.
+        """Use weights that are already in this program.
 
-        `params` is a tree as in docs/weights.md, or maps Hugging Face names to arrays: those are cast to `dtype`.
+        `params` is a tree as in docs/weights.md, or maps Hugging Face names to arrays. Both are cast to `dtype`, which
+        is bfloat16 by default, whatever type they have.
         """
         is_named = has_tensor_names(params)
         if not is_named and "embed" not in params:
             raise ValueError(f"params has no 'embed' and no Hugging Face names, but {', '.join(map(repr, params))}")
-        if dtype := engine_dtype(params) if is_named else str(params["embed"].dtype):
-            knobs.setdefault("dtype", dtype)
         config = _config(mesh, knobs)
         if config.num_processes > 1:
             raise FieldError(
@@ -130,6 +129,10 @@ class LLM:
             )
         draft = _find_draft(config, model_config, quiet) if config.draft else None
         devices = _devices(mesh)
+        given = dtype_name(params.get(EMBEDDING if is_named else "embed"))
+        if is_wider(given, config.dtype) and "dtype" not in knobs and not quiet:
+            note = f"the weights are {given} and are rounded to {config.dtype}; dtype='float32' keeps them"
+            print(f"quire: {note}", file=sys.stderr)
         place = params_from_tensors if is_named else place_params
         params = place(model_config, params, mesh=devices, dtype=config.dtype)
         llm = cls.__new__(cls)
@@ -216,8 +219,8 @@ class LLM:
     def params(self) -> Any:
         """The weights in the layout of docs/weights.md. Copies, made each time: keep them, change them, donate them.
 
-        `LLM.from_params(llm.model_config, llm.params)` is the same model. ValueError with quantize, which does not
-        keep what it was made from.
+        `LLM.from_params(llm.model_config, llm.params, dtype=llm.engine.config.dtype)` is the same model.
+        ValueError with quantize, which does not keep what it was made from.
         """
         return self.engine.params
 

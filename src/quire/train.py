@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from quire.config import AttentionConfig, ModelConfig
+from quire.config import DEFAULT_DTYPE, AttentionConfig, ModelConfig
 from quire.device import kv_cache
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import BatchLayout
@@ -42,7 +42,7 @@ def logprobs(
     start: int = 1,
     mask: Bool[Array, "B W"] | None = None,
     temperature: float = 1.0,
-    dtype: str = "bfloat16",
+    dtype: str = DEFAULT_DTYPE,
 ) -> Float[Array, "B X"]:
     """The log-probability of each token from `start` on, given all before it in its row: entry i is of
     `tokens[:, start + i]`. Differentiable by `params`; for use inside `jax.jit`, with `config` fixed.

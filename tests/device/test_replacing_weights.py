@@ -142,7 +142,7 @@ def test_borrowed_arrays_are_used_where_they_are_and_a_donated_one_is_told(dtype
     def params(seed: int):
         return params_from_tensors(config, tiny_tensors(config, seed=seed), mesh=make_mesh(), dtype=dtype)
 
-    with LLM.from_params(config, params(1), quiet=True, num_pages=64, max_num_seqs=2) as llm:
+    with LLM.from_params(config, params(1), dtype=dtype, quiet=True, num_pages=64, max_num_seqs=2) as llm:
         first, new = greedy(llm), params(9)
         llm.set_weights(new, copy=False)
         got, norm = greedy(llm), new["layers"][1]["mlp_norm"]

@@ -16,7 +16,8 @@ from quire.engine.step_shapes import step_shapes
 from tests.tiny import tiny_config, tiny_params
 
 KNOBS = {
-    "quiet": True, "num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_rounds": 4,
+    "dtype": "float32", "quiet": True,
+    "num_pages": 64, "page_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16, "max_rounds": 4,
 }  # fmt: skip
 PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
 

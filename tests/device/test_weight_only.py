@@ -114,7 +114,7 @@ def test_new_weights_are_quantised_anew_and_are_not_given_back(quantize):
         new = greedy(llm)
         with pytest.raises(ValueError, match=r"quantised weights are rounded.*quantize=None keeps it"):
             _ = llm.params
-    knobs = {"page_size": 4, "num_pages": 64, "max_num_batched_tokens": 32, "quiet": True}
+    knobs = {"dtype": "float32", "page_size": 4, "num_pages": 64, "max_num_batched_tokens": 32, "quiet": True}
     with LLM.from_params(config, params, quantize=quantize, max_num_seqs=1, **knobs) as fresh:
         assert greedy(fresh) == new != old
 

@@ -45,7 +45,14 @@ def compare(model, config, **how) -> list[float]:
     logits, _ = model(jnp.asarray(IDS)[None], positions, None, mask)
     expected = jax.nn.log_softmax(logits[0].astype(jnp.float32))[np.arange(LENGTH - 1), IDS[1:]]
     params = from_tunix(nnx.state(model, nnx.Param), config, dtype="float32", **how)
-    knobs = {"matmul": "xla", "attention": "xla", "max_num_seqs": 4, "max_num_batched_tokens": 32, "max_rounds": 1}
+    knobs = {
+        "dtype": "float32",
+        "matmul": "xla",
+        "attention": "xla",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "max_rounds": 1,
+    }
     with LLM.from_params(config, params, quiet=True, **knobs) as llm:
         got = np.array(llm.score(IDS.tolist()))
     return [float(np.abs(got - np.asarray(expected)).max()), float(np.abs(expected).max())]

@@ -38,6 +38,7 @@ from quire.device.models.tensors import has_tensor_names
 from quire.device.models.weights import (
     abstract_like,
     arrays_from_tensors,
+    cast_later,
     check_params,
     is_stored,
     prepare,
@@ -328,10 +329,10 @@ class ModelRunner:
     def set_weights(self, params: Params, *, copy: bool = True) -> None:
         """Compute with these from the next step on. With `copy` the caller's arrays stay the caller's.
 
-        A tree as in docs/weights.md in the engine's type, or tensors of any under Hugging Face names. Weights of
-        another shape, type or name are refused before anything changes. Arrays are replaced one at a time, so that the
-        device holds one or two beyond those of the model. When it runs out of memory in the middle, no weights are
-        left: steps raise until a later call succeeds.
+        A tree as in docs/weights.md in the engine's type or a wider float, or tensors of any float type under Hugging
+        Face names. Weights of another shape, type or name are refused before anything changes. Arrays are replaced one
+        at a time, so that the device holds one or two beyond those of the model. When it runs out of memory in the
+        middle, no weights are left: steps raise until a later call succeeds.
         """
         self.replace_weights(self.checked_weights(params), copy=copy)
 
@@ -347,7 +348,7 @@ class ModelRunner:
         if has_tensor_names(params):
             return arrays_from_tensors(self.model, params, dtype=self.programs.dtype)
         check_params(self.model, params, dtype=self.programs.dtype, stored=stored)
-        return params
+        return cast_later(params, self.programs.dtype)
 
     def replace_weights(self, arrays: Params, *, copy: bool = True) -> None:
         """Compute with what `checked_weights` returned."""

@@ -442,7 +442,8 @@ class Engine:
     ) -> list[Sequence]:
         """Compute with other weights of the same shape from the next step on; no step is compiled again.
 
-        `params` is a tree as in docs/weights.md, in the engine's type, or maps Hugging Face names to arrays of any.
+        `params` is a tree as in docs/weights.md, in the engine's type or a wider float, which is rounded, or maps
+        Hugging Face names to arrays of any float type.
         A version is what you call these weights, by default the next number: it is on every token. Pages of
         other weights are never found again, whatever they were called. Requests that have begun keep the KV they have,
         have all of it computed again, or are aborted (their sequences are returned). The arrays are copied: a training

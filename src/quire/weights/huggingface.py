@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quire.config import ModelConfig
+from quire.config import DEFAULT_DTYPE, ModelConfig
 from quire.device.models.tensors import EMBEDDING, NO_WEIGHTS, OUTPUT_HEAD, check_tied, to_array
 from quire.device.models.weights import weight_specs
 from quire.weights.mapping import Leaf, Leaves, Source, add, convert, whole
@@ -20,7 +20,7 @@ def from_huggingface(
     tensors: Mapping[str, Any],
     config: ModelConfig,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = DEFAULT_DTYPE,
     mesh: Mesh | str | None = None,
     lora_alpha: float | None = None,
 ) -> Any:
@@ -30,6 +30,9 @@ def from_huggingface(
     `jax.transfer_guard("disallow_explicit")`. numpy's and PyTorch's are put there first. `mesh` is the engine's, by
     default one device. LoRA factors under PEFT's names (`...q_proj.lora_A.weight`) are merged in float32, times
     `lora_alpha` over their rank: all of one alpha, and not those of rsLoRA.
+
+    Differentiable, and traceable by `jax.jit`: `quire.train.logprobs(from_huggingface(tree, config, dtype="float32"),
+    ...)` has a gradient by `tree`. With dtype="float32" the gradient is not rounded on its way.
 
     Every tensor that is missing, left over or of another shape or type is named in a ValueError.
     """

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from quire.config import DTYPES, ModelConfig
 from quire.device.mesh import check_mesh, mesh_of
-from quire.device.models.tensors import check_leaves
+from quire.device.models.tensors import check_leaves, is_traced
 from quire.device.models.weights import params_shardings, weight_specs
 
 
@@ -73,7 +73,8 @@ def convert(
 def _are_on(mesh: Mesh, arrays: Iterable[Any]) -> bool:
     """Whether a program over the devices of a mesh can take these: what is elsewhere has to be moved."""
     devices = list(mesh.devices.flat)
-    placed = [array.sharding for array in arrays if isinstance(array, jax.Array) and array.committed]
+    concrete = [array for array in arrays if isinstance(array, jax.Array) and not is_traced(array)]
+    placed = [array.sharding for array in concrete if array.committed]
     return all(list(sharding._device_assignment) == devices for sharding in placed)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.config import AttentionConfig, ModelConfig
+from quire.config import DEFAULT_DTYPE, AttentionConfig, ModelConfig
 from quire.weights.mapping import Leaf, Leaves, Source, add, convert, flatten, kernel, unsupported, whole
 
 SCAN_AXIS = 1
@@ -23,7 +23,7 @@ def from_maxtext(
     params: Any,
     config: ModelConfig,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = DEFAULT_DTYPE,
     mesh: Mesh | str | None = None,
     rotary_pairs_adjacent: bool | None = None,
 ) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from quire.config import AttentionConfig, ModelConfig
+from quire.config import DEFAULT_DTYPE, AttentionConfig, ModelConfig
 from quire.weights.mapping import Leaf, Leaves, Source, convert, kernel, unsupported, whole
 
 
@@ -13,7 +13,7 @@ def from_tunix(
     state: Any,
     config: ModelConfig,
     *,
-    dtype: str = "bfloat16",
+    dtype: str = DEFAULT_DTYPE,
     mesh: Mesh | str | None = None,
     lora_alpha: float | None = None,
 ) -> Any:

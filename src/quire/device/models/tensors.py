@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
-from quire.config import DTYPES, ModelConfig
+from quire.config import ModelConfig
 from quire.device.models.weight_specs import TensorSpec, WeightSpecs
 
 EMBEDDING, OUTPUT_HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,10 +36,9 @@ def has_tensor_names(params: Any) -> bool:
     return "layers" not in params and any("." in str(name) for name in params)
 
 
-def engine_dtype(tensors: Tensors) -> str | None:
-    """The type of the embedding, if it is one that an engine computes with."""
-    dtype = _type(tensors.get(EMBEDDING))
-    return dtype if dtype in DTYPES else None
+def is_wider(dtype: str | None, wanted: str) -> bool:
+    """True if numbers of `dtype` are floats and have more bits than `wanted`: a cast rounds them."""
+    return dtype in FLOATS and jnp.finfo(jnp.dtype(dtype)).bits > jnp.finfo(jnp.dtype(wanted)).bits
 
 
 def check_tensors(config: ModelConfig, specs: WeightSpecs, tensors: Tensors) -> None:
@@ -65,7 +65,7 @@ def check_leaves(wanted: Mapping[str, tuple[int, ...]], given: Tensors) -> None:
     mistyped = [
         f"{name} is {kind}"
         for name in wanted
-        if name in given and (kind := _type(given[name])) is not None and kind not in FLOATS
+        if name in given and (kind := dtype_name(given[name])) is not None and kind not in FLOATS
     ]
     problems = [
         _named("missing", [name for name in wanted if name not in given]),
@@ -80,8 +80,13 @@ def check_leaves(wanted: Mapping[str, tuple[int, ...]], given: Tensors) -> None:
 
 
 def _check_alive(name: str, tensor: Any) -> None:
-    if isinstance(tensor, jax.Array) and tensor.is_deleted():
+    if isinstance(tensor, jax.Array) and not is_traced(tensor) and tensor.is_deleted():
         raise ValueError(f"tensor {name} is deleted: it was donated to another program")
+
+
+def is_traced(array: Any) -> bool:
+    """Whether this stands for an array inside `jax.jit` or `jax.grad`: it has a shape and a type, and no memory."""
+    return isinstance(array, Tracer)
 
 
 def _named(problem: str, names: list[str]) -> str:
@@ -95,8 +100,8 @@ def _shape(tensor: Any) -> list[int]:
     return list(getattr(tensor, "shape", np.shape(tensor)))
 
 
-def _type(tensor: Any) -> str | None:
-    """What its numbers are; None where it does not say."""
+def dtype_name(tensor: Any) -> str | None:
+    """Type of a tensor's numbers, such as "float32"; None if the tensor does not state it."""
     dtype = getattr(tensor, "dtype", None)
     return None if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -16,14 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.config import ModelConfig
+from quire.config import DEFAULT_DTYPE, ModelConfig
 from quire.device.blocked import Blocked, StoredTensor, join_stored
 from quire.device.linear import MatmulKind, Transposed, convert, convert_spec, restore
 from quire.device.mesh import ArraySpec, make_row_major, place, row_major, sharding
 from quire.device.models import get_architecture
 from quire.device.models.layers import Params
 from quire.device.models.padding import Padding, padded_specs
-from quire.device.models.tensors import Tensors, check_tensors, read_tensor
+from quire.device.models.tensors import FLOATS, Tensors, check_tensors, dtype_name, is_wider, read_tensor
 from quire.device.models.weight_specs import TensorSpec, WeightSpec, WeightSpecs
 
 ReadTensor = Callable[[TensorSpec], np.ndarray]
@@ -116,7 +116,7 @@ def _read(read: ReadTensor, tensor: TensorSpec) -> np.ndarray:
     return values
 
 
-def params_from_tensors(config: ModelConfig, tensors: Tensors, *, mesh: Mesh, dtype: str = "bfloat16") -> Params:
+def params_from_tensors(config: ModelConfig, tensors: Tensors, *, mesh: Mesh, dtype: str = DEFAULT_DTYPE) -> Params:
     """A model's arrays, cast and placed, from tensors already in this program under their Hugging Face names."""
     check_tensors(config, weight_specs(config), tensors)
     return load_params(config, partial(read_tensor, tensors), mesh=mesh, dtype=dtype)
@@ -139,7 +139,8 @@ def _is_blocked(weight: Any) -> bool:
 
 
 def check_params(config: ModelConfig, params: Params, *, dtype: str, stored: bool = False) -> None:
-    """Raise unless these are all the arrays of a model and no others, each of the right shape and type and alive.
+    """Raise unless these are all the arrays of a model and no others, each of the right shape and alive, and of the
+    engine's type or of a wider float, which `cast` rounds.
 
     `stored`: they may be `Blocked`, as `load_params` makes them.
     """
@@ -155,23 +156,54 @@ def check_params(config: ModelConfig, params: Params, *, dtype: str, stored: boo
             continue
         if not hasattr(array, "dtype"):
             raise ValueError(f"params{jax.tree_util.keystr(path)} is of type {type(array).__name__}: give an array")
-        if tuple(array.shape) != spec.shape or array.dtype != jnp.dtype(dtype):
+        if tuple(array.shape) != spec.shape:
             raise ValueError(
                 f"params{jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, "
                 f"expected {dtype}{list(spec.shape)}"
             )
+        _check_dtype(f"params{jax.tree_util.keystr(path)}", dtype_name(array), dtype)
         if isinstance(array, jax.Array) and array.is_deleted():
             raise ValueError(f"params{jax.tree_util.keystr(path)} is deleted: it was donated to another program")
 
 
-def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str) -> Params:
-    """Check weights that are in this program already and put them on the mesh.
+def _check_dtype(name: str, given: str | None, wanted: str) -> None:
+    """Raise ValueError unless numbers of one type can become another without that the caller lost some before."""
+    if given == wanted or is_wider(given, wanted):
+        return
+    if given not in FLOATS:
+        raise ValueError(f"{name} is {given}: weights are one of {', '.join(FLOATS)}")
+    raise ValueError(
+        f"{name} is {given} and the engine computes in {wanted}, which {given} cannot fill. If the rounding is meant, "
+        f"cast: jax.tree.map(lambda array: array.astype({wanted!r}), params); otherwise convert float32 masters with "
+        f"dtype={wanted!r}"
+    )
 
-    An array that is in its place stays there, without a copy.
+
+def cast(array: Any, dtype: str) -> Any:
+    """The array in the type of an engine: itself if it has that type."""
+    return array if array.dtype == jnp.dtype(dtype) else array.astype(jnp.dtype(dtype))
+
+
+def cast_later(params: Params, dtype: str) -> Params:
+    """Weights that `check_params` accepted, with a function in the place of each array that has to be cast."""
+    wanted = jnp.dtype(dtype)
+    return jax.tree.map(
+        lambda array: array if _is_blocked(array) or array.dtype == wanted else partial(cast, array, dtype),
+        params,
+        is_leaf=_is_blocked,
+    )
+
+
+def place_params(config: ModelConfig, params: Params, *, mesh: Mesh, dtype: str) -> Params:
+    """Check weights that are in this program already, cast wider floats, and put them on the mesh.
+
+    An array of the right type that is in its place stays there, without a copy.
     """
     check_params(config, params, dtype=dtype)
     paddings = dict(jax.tree_util.tree_leaves_with_path(_paddings(config, mesh)))
-    return jax.tree_util.tree_map_with_path(lambda path, array: place(mesh, array, *paddings[path].axes), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, array: place(mesh, cast(array, dtype), *paddings[path].axes), params
+    )
 
 
 # -- from the public layout to what runs -------------------------------------------------------------------------
@@ -230,7 +262,8 @@ def replace_params(
 ) -> None:
     """Put other weights into the place of those in `ready`, which `prepare` made.
 
-    `params` are arrays that `check_params` accepts, or what `arrays_from_tensors` made. What is packed or quantised is
+    `params` are arrays of the engine's type that `check_params` accepts, or functions that make them, as
+    `arrays_from_tensors` and `cast_later` return. What is packed or quantised is
     made in the memory of its predecessor. Any other old array is released as soon as its successor is there: beside
     `ready` and the caller's arrays there is never more than one, and a second while it is padded or one of the caller's
     is put on the mesh. With `copy` the caller's stay the caller's; without, those that need no change are used as they
