@@ -1,6 +1,8 @@
 """The pages on sampling and on research say what the code does: every field is there, every example runs."""
 
 import re
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -72,3 +74,12 @@ def test_the_program_of_the_training_page_runs():
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
     with tiny_llm(dtype="bfloat16", max_num_seqs=16, num_pages=512) as llm:
         exec(compile(code, "docs/training.md", "exec"), {"llm": llm, "prompts": prompts})
+
+
+@pytest.mark.slow
+def test_the_equinox_model_of_the_docs_is_sampled_trained_and_compared():
+    """In a process of its own: the page is written for jax's own settings. tests/tunix runs the page's Flax model."""
+    command = [sys.executable, "-m", "tests.tunix.your_model", "Equinox"]
+    done = subprocess.run(command, cwd=DOCS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Transpose these tensors: model.layers.0.self_attn.o_proj.weight" in done.stdout

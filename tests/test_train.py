@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from quire import RolloutBatch, SamplingParams
 from quire.device.models import ARCHITECTURES
 from quire.train import logprobs
 from tests.effort import nightly, slow
@@ -97,6 +98,39 @@ def test_padding_changes_nothing_and_gets_nothing(dtype):
     np.testing.assert_array_equal(slope, other)
 
 
+CUTS = [{"top_k": 5}, {"top_p": 0.7}, {"top_k": 20, "top_p": 0.9, "temperature": 0.8}]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_truncated_log_probabilities_are_those_of_what_the_engine_drew_from(cut, dtype):
+    config = tiny_config(eos_ids=())
+    prompts = [row[:8].tolist() for row in TOKENS]
+    params = SamplingParams(**{"temperature": 1.0} | cut, max_tokens=12, seed=3, logprobs=0)
+    with tiny_llm(config, dtype=dtype, page_size=16) as llm:
+        batch = RolloutBatch.of(llm.generate(prompts, params, progress=False))
+        tokens = np.concatenate([batch.prompts, batch.tokens], axis=1)
+        got = jax.jit(lambda params: logprobs(params, tokens, config, start=8, dtype=dtype, **cut))(llm.params)
+    np.testing.assert_allclose(got, batch.processed_logprobs, atol=0 if dtype == "bfloat16" else 1e-4)
+    assert np.abs(batch.processed_logprobs - batch.logprobs).max() > 0.05, "the two kinds differ"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_that_is_cut_off_has_no_probability_and_no_gradient(dtype):
+    config = tiny_config()
+    params = tiny_params(config, "float32", 1)
+
+    def policy(params):
+        return logprobs(params, TOKENS, config, top_k=30, dtype=dtype)
+
+    cut_off = np.isneginf(np.asarray(policy(params)))
+    assert 0.3 < cut_off.mean() < 0.95
+    for rows, is_moved in ((cut_off, False), (~cut_off, True)):
+        slope = flat(jax.grad(lambda params, rows=rows: jnp.sum(jnp.where(rows, jnp.exp(policy(params)), 0.0)))(params))
+        assert np.isfinite(slope).all()
+        assert (np.abs(slope).max() > 0) == is_moved
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -105,6 +139,8 @@ def test_padding_changes_nothing_and_gets_nothing(dtype):
         ({"start": 0}, "start=0 must be from 1"),
         ({"start": 40}, "start=40 must be from 1, .* to 39, the last of a row"),
         ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"top_k": -1}, "top_k=-1"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(given, message):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from quire.config import DEFAULT_DTYPE, AttentionConfig, ModelConfig
+from quire.config import DEFAULT_DTYPE, MAX_DIMENSION, AttentionConfig, ModelConfig, check_whole
 from quire.device import kv_cache
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import BatchLayout
@@ -42,6 +42,8 @@ def logprobs(
     start: int = 1,
     mask: Bool[Array, "B W"] | None = None,
     temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     dtype: str = DEFAULT_DTYPE,
 ) -> Float[Array, "B X"]:
     """The log-probability of each token from `start` on, given all before it in its row: entry i is of
@@ -52,8 +54,12 @@ def logprobs(
     in between, as the prompts and tokens of a `RolloutBatch` are. What has no token, or none before it, gets 0. Which
     tokens count for a loss is for the loss to say.
 
+    With `temperature`, `top_k` and `top_p` the log-probability is under what a request with these is drawn from: what
+    the engine reports as processed. A token that is cut off has -inf and no gradient. Which tokens are cut off is not
+    differentiated. docs/training.md says which of the two a ratio needs.
+
     In bfloat16 on one CPU device these are bit for bit the log-probabilities that an engine reports which is not
-    quantised (docs/training.md), or with `temperature` what it reports as processed where that is all that was asked.
+    quantised (docs/training.md).
     """
     if tokens.ndim != 2 or (mask is not None and mask.shape != tokens.shape):
         shapes = f"tokens {tokens.shape}" + ("" if mask is None else f", mask {mask.shape}")
@@ -63,7 +69,10 @@ def logprobs(
         raise ValueError(f"start={start} must be from 1, which has a token before it, to {last}, the last of a row")
     if not 0 < temperature < math.inf:
         raise ValueError(f"temperature={temperature} must be above 0 and finite: at 0 every token drawn is certain")
-    policy = _Policy(config, start, float(temperature), dtype)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be above 0 and at most 1, which keeps every token")
+    check_whole("top_k", top_k, 0, MAX_DIMENSION)
+    policy = _Policy(config, start, float(temperature), top_k, float(top_p), dtype)
     mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     tokens = jnp.where(mask, tokens, 0)
     compute = _native if policy.is_native else _plain
@@ -79,6 +88,8 @@ class _Policy:
     config: ModelConfig
     start: int
     temperature: float
+    top_k: int
+    top_p: float
     dtype: str
 
     @property
@@ -177,7 +188,8 @@ def _score_blocks(
     def score(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         hidden_SD, targets_S = args
         logits_SV = unembed(params, hidden_SD, statics.config)
-        return token_logprobs(logits_SV, targets_S, temperature=policy.temperature, native=statics.native)
+        cut = {"temperature": policy.temperature, "top_k": policy.top_k, "top_p": policy.top_p}
+        return token_logprobs(logits_SV, targets_S, **cut, native=statics.native)
 
     hidden = jnp.pad(hidden_SD, ((0, missing), (0, 0))).reshape(-1, block, hidden_SD.shape[1])
     return jax.lax.map(score, (hidden, jnp.pad(targets_S, (0, missing)).reshape(-1, block))).reshape(-1)[:num_samples]

@@ -58,3 +58,9 @@ def test_rollouts_of_tunix_come_from_many_threads_while_weights_change():
     seen = run("tests.tunix.rollout", "threads")["threads"]
     assert seen["outputs"] == 64
     assert seen["weights set"] > 0
+
+
+def test_the_flax_model_of_the_docs_is_sampled_trained_and_compared():
+    """Flax comes with Tunix; the page's other model is run by tests/test_docs_of_sampling.py."""
+    verdict = run("tests.tunix.your_model", "Flax")
+    assert verdict.endswith("model.layers.1.self_attn.o_proj.weight.")

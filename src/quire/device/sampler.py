@@ -270,9 +270,18 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, num_
 
 
 def token_logprobs(
-    logits_SV: Float[Array, "S V"], tokens_S: Integer[Array, " S"], *, temperature: float = 1.0, native: bool = False
+    logits_SV: Float[Array, "S V"],
+    tokens_S: Integer[Array, " S"],
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    native: bool = False,
 ) -> Float[Array, " S"]:
-    """The log-probability of a token of each row; `native`, bit for bit what `sample` says of it."""
+    """The log-probability of a token of each row; with `native`, bit for bit the processed one of `sample`.
+
+    -inf for a token that `top_k` and `top_p` cut off.
+    """
     logits_SV = lax.optimization_barrier(logits_SV)  # as they are: not computed once more, and otherwise, for the token
     temperature = max(temperature, MIN_TEMPERATURE)
     if native:
@@ -280,6 +289,8 @@ def token_logprobs(
         chosen = {
             "target_S": jnp.clip(tokens_S.astype(jnp.int32), 0, vocab - 1),
             "temperature_S": jnp.full(num_samples, temperature, jnp.float32),
+            "top_k_S": jnp.full(num_samples, top_k, jnp.int32),
+            "top_p_S": jnp.full(num_samples, top_p, jnp.float32),
             "want_logprobs_S": jnp.ones(num_samples, jnp.bool_),
         }
         inputs = replace(jax.tree.map(jnp.asarray, default_samples(num_samples, vocab_size=0)), **chosen)
@@ -288,7 +299,14 @@ def token_logprobs(
         return jnp.where(inputs.target_S == tokens_S.astype(jnp.int32), logprobs_S, jnp.nan)
     inv_temperature = np.float32(1) / np.float32(temperature)
     peak_S, log_mass_S = _softmax_scale(logits_SV, temperature)
-    return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
+    if not top_k and top_p == 1:
+        return (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
+    weights_SV = jnp.exp((logits_SV - peak_S[:, None]) * inv_temperature)
+    top_k_S, top_p_S = (jnp.full(len(tokens_S), x, t) for x, t in ((top_k, jnp.int32), (top_p, jnp.float32)))
+    is_kept_SV = top_k_top_p(lax.stop_gradient(weights_SV), top_k_S, top_p_S)
+    log_mass_S = jnp.log(jnp.sum(jnp.where(is_kept_SV, weights_SV, 0.0), axis=-1))
+    logprobs_S = (_at(logits_SV, tokens_S) - peak_S) * inv_temperature - log_mass_S
+    return jnp.where(_at(is_kept_SV, tokens_S), logprobs_S, -jnp.inf)
 
 
 def _softmax_scale(logits_SV: jax.Array, temperature: float) -> tuple[jax.Array, jax.Array]:
