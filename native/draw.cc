@@ -40,14 +40,20 @@ QUIRE_INLINE void peaks_of(const float* logits, int64_t vocab, float* peaks) {
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
     const float* from = logits + tile * kTile;
     Floats most = Floats{} + from[0];
+    Ints is_nan = {};
     sweep(std::min(kTile, vocab - tile * kTile), [&](int64_t i, int64_t n) {
       Floats x = load(from + i, n);
       for (int64_t lane = n; lane < kLanes; ++lane) x[lane] = from[0];
       most = x > most ? x : most;
+      is_nan |= x != x;
     });
     float peak = most[0];
-    for (int64_t lane = 1; lane < kLanes; ++lane) peak = std::max(peak, most[lane]);
-    peaks[tile] = peak;
+    int32_t has_nan = is_nan[0];
+    for (int64_t lane = 1; lane < kLanes; ++lane) {
+      peak = std::max(peak, most[lane]);
+      has_nan |= is_nan[lane];
+    }
+    peaks[tile] = has_nan ? std::numeric_limits<float>::quiet_NaN() : peak;
   }
 }
 
@@ -266,7 +272,9 @@ Drawn draw_row(const Passes& passes, const float* logits, int64_t vocab, const D
   const int64_t num_tiles = ceil_div(vocab, kTile);
   scratch.peaks.resize(num_tiles);
   passes.find_peaks(logits, vocab, scratch.peaks.data());
-  const auto first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());
+  const auto is_nan = [](float peak) { return peak != peak; };
+  auto first_peak = std::find_if(scratch.peaks.begin(), scratch.peaks.end(), is_nan);
+  if (first_peak == scratch.peaks.end()) first_peak = std::max_element(scratch.peaks.begin(), scratch.peaks.end());
   const float peak = *first_peak;
   if (how.inv_temperature == 0) {
     const float* from = logits + (first_peak - scratch.peaks.begin()) * kTile;

@@ -30,8 +30,12 @@ double run_draw(Isa isa) {
   double wrong = 0;
   for (int64_t row = 0; row < rows; ++row) {
     const float* from = logits.data() + row * vocab;
-    const quire::Drawn drawn =
-        quire::draw(isa, from, vocab, {inv_temperature[row], top_k[row], top_p[row], min_p[row], uniform[row]});
+    quire::Draw how(inv_temperature[row]);
+    how.top_k = top_k[row];
+    how.top_p = top_p[row];
+    how.min_p = min_p[row];
+    how.uniform = uniform[row];
+    const quire::Drawn drawn = quire::draw(isa, from, vocab, how);
     std::vector<int64_t> order(vocab);
     for (int64_t i = 0; i < vocab; ++i) order[i] = i;
     std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return from[a] > from[b]; });
@@ -124,7 +128,8 @@ double run_sample(Isa isa) {
                     top_logprobs.data() + samples * quire::kNumTop};
   quire::sample(isa, args, {2, run_on_threads});
   const auto exists = [&](int32_t id) { return id >= 0 && id < vocab; };
-  if (!std::all_of(token.begin(), token.end(), exists) || !std::all_of(top_ids.begin(), top_ids.end(), exists)) return 1;
+  const auto is_drawn = [&](int32_t id) { return exists(id) || (is_hostile && id == quire::kNotFinite); };
+  if (!std::all_of(token.begin(), token.end(), is_drawn) || !std::all_of(top_ids.begin(), top_ids.end(), exists)) return 1;
   if (is_hostile) return 0;
 
   const auto is_close = [](double a, double b) { return a == b || std::abs(a - b) < 1e-4 * (1 + std::abs(b)); };

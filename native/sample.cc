@@ -178,7 +178,7 @@ Top find_top(Isa isa, const float* x, int64_t vocab, Scratch& scratch) {
   find_peaks(isa, x, vocab, scratch.peaks.data());
   const auto is_among = [&](float logit) { return top.count < kNumTop || logit > top.logits[kNumTop - 1]; };
   for (int64_t begin = 0; begin < vocab; begin += kTile) {
-    const float peak = scratch.peaks[begin / kTile];  // NaN where the tile begins with one
+    const float peak = scratch.peaks[begin / kTile];  // NaN where the tile has one
     if (peak == peak && !is_among(peak)) continue;    // nearly always
     for (int64_t id = begin; id < std::min(begin + kTile, vocab); ++id) {
       if (x[id] != x[id] || !is_among(x[id])) continue;
@@ -230,17 +230,21 @@ void sample_row(Isa isa, const Sample& args, int64_t i, Scratch& scratch) {
   // What is drawn from: top-n-sigma of these, then temperature, top-k, top-p, min-p.
   float whole_mass = 0;
   if (cuts_sigma) {
-    const Drawn whole = draw(isa, logits, vocab, {is_random && want_logprobs ? inv_temperature : 0});
+    const Drawn whole = draw(isa, logits, vocab, Draw(is_random && want_logprobs ? inv_temperature : 0));
     whole_mass = whole.mass;
     const float lowest = whole.peak - args.top_n_sigma[i] * passes.deviation(logits, vocab);
     passes.cut_below(scratch.logits.data(), vocab, lowest);
   }
-  const float uniform = uniform_of(args.seed + 2 * i, args.index[i], args.position[i]);
-  const Drawn drawn =
-      draw(isa, logits, vocab, {is_random ? inv_temperature : 0, args.top_k[i], args.top_p[i], args.min_p[i], uniform});
+  Draw how(is_random ? inv_temperature : 0);
+  how.top_k = args.top_k[i];
+  how.top_p = args.top_p[i];
+  how.min_p = args.min_p[i];
+  how.uniform = uniform_of(args.seed + 2 * i, args.index[i], args.position[i]);
+  const Drawn drawn = draw(isa, logits, vocab, how);
   if (!cuts_sigma) whole_mass = drawn.whole_mass;
   const int64_t token = is_given ? std::min<int64_t>(args.target[i], vocab - 1) : drawn.token;
-  args.token[i] = token;
+  const float model_peak = logits == model_logits ? drawn.peak : draw(isa, model_logits, vocab, Draw(0)).peak;
+  args.token[i] = is_given || std::isfinite(model_peak) ? token : kNotFinite;
 
   // Log-probabilities: 0 where nobody asked.
   args.model.logprob[i] = args.processed.logprob[i] = 0;
@@ -258,7 +262,7 @@ void sample_row(Isa isa, const Sample& args, int64_t i, Scratch& scratch) {
   args.processed.logprob[i] = is_possible ? from.logprob(logits[token]) : kNever;
   if (is_cut) args.kept_mass[i] = drawn.mass / whole_mass;
   const bool is_plain = logits == model_logits && is_random && inv_temperature == 1;
-  const Drawn plain = is_plain ? drawn : draw(isa, model_logits, vocab, {1});
+  const Drawn plain = is_plain ? drawn : draw(isa, model_logits, vocab, Draw(1));
   const Distribution model{plain.peak, 1, plain.whole_mass};
   args.model.logprob[i] = model.logprob(model_logits[token]);
   if (!args.want_top[i]) return;

@@ -11,6 +11,7 @@
 namespace quire {
 
 constexpr int64_t kNumTop = 20;  // alternatives beside a token
+constexpr int32_t kNotFinite = -2;  // instead of a token, where a logit is NaN or +inf, or all of them are -inf
 
 // Log-probabilities of one kind: of the model's own distribution, or of what was drawn from.
 struct Scores {

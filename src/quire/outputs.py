@@ -22,7 +22,7 @@ class CompletionOutput:
     text: str
     """The text before the stop; empty without a tokenizer."""
     finish_reason: str
-    """"eos", "length", "stop" or "abort"."""
+    """"eos", "length", "stop", "abort", or "not_finite" if the model's logits were NaN or infinite."""
     logprobs: list[TokenLogprob] | None = None
     """One for each of `token_ids`, when asked for."""
     weight_versions: list[Version] = field(default_factory=list)

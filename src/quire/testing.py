@@ -213,7 +213,7 @@ class FakeRunner:
         is_stop = np.isin(tokens_B, rounds.eos_ids_E) & rounds.stops_at_eos_B
         if rounds.stop_ids_BE is not None:
             is_stop |= (tokens_B[:, None] == rounds.stop_ids_BE).any(axis=1)
-        return is_stop
+        return is_stop | (tokens_B < 0)
 
     def _forward(self, tokens_T: np.ndarray, layout: BatchLayout, tables: list[PageIds]) -> list[int]:
         """Write every token's place, then read each row from its beginning. Returns the state at each token."""

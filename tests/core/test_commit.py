@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from quire.core.audit import audit
+from quire.core.commit import agreed_draws
+from quire.core.plan import NOT_FINITE
 from tests.core.fake import Arrivals, result, scheduler
 
 
@@ -44,6 +46,23 @@ def test_tokens_after_a_stop_are_not_computed_positions():
     assert event.token_ids == (5, 9)
     audit(s)
     assert s.tables.pool.num_cached == 2, "pages of 5 computed positions; what was drawn after the stop is in none"
+
+
+def test_pages_that_a_step_without_finite_logits_filled_are_not_published():
+    arrive = Arrivals()
+    s = scheduler(page_size=2, max_rounds=8, prefix_cache=True)
+    s.add(arrive(6, 40))
+    plan = s.schedule()
+    made = result(plan)
+    made.tokens_SR = np.full_like(made.tokens_SR, NOT_FINITE)
+    (event,) = s.commit(plan, made)
+    assert (event.token_ids, event.finish_reason) == ((), "not_finite")
+    audit(s)
+    assert s.tables.pool.num_cached == 0, "the prompt's pages may hold what is not finite"
+
+
+def test_a_draft_that_is_no_token_agrees_with_nothing():
+    assert agreed_draws([5, NOT_FINITE, 7], [5, NOT_FINITE]) == [5, NOT_FINITE]
 
 
 def test_a_chunk_of_a_prompt_is_computed_as_far_as_it_was_planned():

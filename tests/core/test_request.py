@@ -35,7 +35,7 @@ def test_a_sequence_moves_only_along_the_table(start, end):
 
 
 def test_finish_reasons_are_the_words_users_read():
-    assert [str(reason) for reason in FinishReason] == ["eos", "length", "stop", "abort"]
+    assert [str(reason) for reason in FinishReason] == ["eos", "length", "stop", "abort", "not_finite"]
 
 
 HOSTILE = [-1, 1 << 63, 1 << 64, 10**400, math.nan, math.inf, -math.inf, True, "1", None, [], b"x", 0.5]

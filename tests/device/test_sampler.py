@@ -12,7 +12,7 @@ from quire.core.request import Request
 from quire.core.sampling_params import DECLARED, DRAWS, PENALTIES, SamplingParams
 from quire.core.sequence import Sequence
 from quire.device import native
-from quire.device.inputs import default_samples, mask_words, with_defaults
+from quire.device.inputs import NOT_FINITE, default_samples, mask_words, with_defaults
 from quire.device.sampler import (
     PAGES_AT_ONCE,
     TILE,
@@ -467,16 +467,27 @@ NOT_NUMBERS = {
 @pytest.mark.parametrize("row", NOT_NUMBERS)
 @pytest.mark.parametrize("params", [{"temperature": 0}, {}, *EACH_CUT], ids=str)
 @each_draw
-def test_a_row_that_is_not_a_number_draws_a_token_that_exists(params, native, row):
+def test_a_row_that_is_not_finite_draws_no_token_and_others_are_not_affected(params, native, row):
     x = logits(2)
     for place, value in NOT_NUMBERS[row].items():
         x[0, place] = value
     out = run(x, inputs([SamplingParams(logprobs=5, seed=3, **params)] * 2), native=native)
-    for ids in (out.tokens_SR, out.top_ids_SRX, out.processed_top_ids_SRX):
+    assert int(out.tokens_SR[0, 0]) == NOT_FINITE
+    for ids in (out.tokens_SR[1:], out.top_ids_SRX, out.processed_top_ids_SRX):
         assert (np.asarray(ids) >= 0).all()
         assert (np.asarray(ids) < VOCAB).all()
     assert np.isnan(out.logprobs_SR[0, 0])
     assert np.isfinite(out.logprobs_SR[1, 0])
+
+
+@pytest.mark.parametrize("num_samples", [1, 6, 64])
+@each_draw
+def test_a_nan_is_found_whatever_the_number_of_samples(num_samples, native):
+    x = logits(num_samples)
+    x[-1, 17] = np.nan
+    out = run(x, inputs([SamplingParams(temperature=0)] * num_samples), native=native)
+    found = np.asarray(out.tokens_SR[:num_samples, 0]) == NOT_FINITE
+    assert found.tolist() == [False] * (num_samples - 1) + [True]
 
 
 ASKED = {

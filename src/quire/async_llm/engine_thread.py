@@ -416,6 +416,8 @@ class EngineThread:
     def _deliver_event(self, state: RequestState, event: TokenEvent) -> None:
         if event.finish_reason is FinishReason.ABORT:
             self._fail(state, ValueError("the grammar allows no token that could follow"))
+        elif event.finish_reason is FinishReason.NOT_FINITE:
+            self._fail(state, _not_finite(event.sequence))
         else:
             self._deliver_tokens(state, event.sequence, event.token_ids, event.finish_reason)
 
@@ -469,6 +471,14 @@ class EngineThread:
 
 def _failure(cause: BaseException) -> GenerationError:
     return _caused(GenerationError("the request failed inside the engine; it may be sent again"), cause)
+
+
+def _not_finite(sequence: TokenSequence) -> GenerationError:
+    message = (
+        f"the model's logits are NaN or infinite after {sequence.num_tokens} tokens, so that no token can be drawn; "
+        "check the weights, and the dtype for overflow"
+    )
+    return GenerationError(message, "not_finite")
 
 
 def _caused[E: Exception](error: E, cause: BaseException | None) -> E:

@@ -15,7 +15,7 @@ class GenerationError(Exception):
     def __init__(self, message: str, reason: str = "error") -> None:
         super().__init__(message)
         self.reason = reason
-        """"error", "cancelled", "deadline" or "unavailable"."""
+        """"error", "not_finite", "cancelled", "deadline" or "unavailable"."""
 
 
 class DeadlineError(GenerationError, TimeoutError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 
 from quire.core.errors import AuditError
-from quire.core.plan import Row, Sample, StepPlan, StepResult, TokenResult
+from quire.core.plan import NOT_FINITE, Row, Sample, StepPlan, StepResult, TokenResult
 from quire.core.sequence import Sequence, SequenceState, TokenEvent, TokenLogprob, Version
 from quire.core.stopping import FinishReason, Grammar
 
@@ -53,6 +53,7 @@ def accept_tokens(
         reason, accepted = None, []
         for n, token_id in enumerate(tokens):
             if token_id < 0:
+                reason = FinishReason.NOT_FINITE if token_id == NOT_FINITE else None
                 break
             accepted.append(token_id)
             if sequence.params.logprobs is not None:
@@ -99,7 +100,7 @@ def agreed_draws(draws: SequenceOf[int], drafts: SequenceOf[int]) -> SequenceOf[
     They are what would have been drawn one at a time: a draw depends on nothing but the tokens before it.
     """
     for i, (draw, draft) in enumerate(zip(draws, drafts, strict=False)):
-        if draw != draft:
+        if draw != draft or draw < 0:  # a draft model's NOT_FINITE is no token, even if the model agrees
             return draws[: i + 1]
     return draws
 

@@ -15,6 +15,9 @@ import numpy as np
 
 from quire.core.sequence import Sequence
 
+NOT_FINITE = -2
+"""Stands in a step's result for a token that could not be drawn, because the model's logits are NaN or infinite."""
+
 
 class Row(NamedTuple):
     """Positions `first .. first+num_tokens-1` of a sequence are computed in this step."""
@@ -115,7 +118,9 @@ class TokenResult(Protocol):
 
     @property
     def tokens_SR(self) -> np.ndarray:
-        """Drawn (or scored) token ids; negative in rounds that a row took no part in."""
+        """Drawn (or scored) token ids; negative in rounds that a row took no part in, NOT_FINITE where none could be
+        drawn.
+        """
         ...
 
     @property

@@ -461,6 +461,7 @@ class Scheduler:
             samples = [(i, sample) for i, sample in samples if counts[sample.row]]
         accept_scores(plan, result)  # what a row scores comes before what it draws
         events = accept_tokens(samples, result, weights.version, plan.drafts)
+        broken = {event.sequence for event in events if event.finish_reason is FinishReason.NOT_FINITE}
         accept_pooled(plan, result)
         if self.draft_kv is not None:
             self.draft_kv.commit(plan, has_failed=drafted_BR is not None and drafted_BR.size == 0)
@@ -478,7 +479,7 @@ class Scheduler:
                     sequence.kv_weights = None  # two; stays so until it is computed anew
                 if (len(sequence.pages) - 1) * page_size >= sequence.num_computed:
                     self.tables.trim(sequence)
-                if end >= (sequence.num_published + 1) * page_size:
+                if end >= (sequence.num_published + 1) * page_size and sequence not in broken:
                     self.tables.publish(sequence)
                 if sequence.windows:
                     self.tables.slide(sequence)
@@ -498,7 +499,8 @@ class Scheduler:
 
     def _learn(self, row: Row, num_drafted: int) -> None:
         sequence = row.sequence
-        num_accepted = sequence.num_tokens - row.first - 2  # beside the newest that there was, and the last draw
+        # Beside the newest token before the step and the last draw.
+        num_accepted = max(sequence.num_tokens - row.first - 2, 0)
         self.drafted_tokens += num_drafted
         self.accepted_drafts += num_accepted
         if sequence.drafter:
@@ -520,7 +522,7 @@ class Scheduler:
         self.running = [s for s in self.running if s.state is SequenceState.RUNNING]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.request.keeps_end and reason is not FinishReason.ABORT:
+        if sequence.request.keeps_end and reason not in (FinishReason.ABORT, FinishReason.NOT_FINITE):
             self.tables.publish_end(sequence)
         if sequence.state is SequenceState.RUNNING:
             self.tenants.stop(sequence.tenant)

@@ -17,6 +17,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     STOP = "stop"
     ABORT = "abort"
+    NOT_FINITE = "not_finite"
+    """The model's logits are NaN or infinite: no token can be drawn from them."""
 
 
 class StopDetector(Protocol):

@@ -18,6 +18,8 @@ from quire.config import MAX_EOS_IDS
 
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
+NOT_FINITE = -2
+"""In the place of a drawn token: the model's logits are NaN or infinite, and there is none. As in `core.plan`."""
 
 MAX_STOP_IDS = 64
 """Token ids of its own that end one sequence, beside the model's end tokens."""

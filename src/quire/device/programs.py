@@ -180,7 +180,7 @@ class Programs:
                     output = draw(logits_SV, samples, caches[0].tokens_MZ, layout.page_table_BP)
                     # Else each device keeps a part of the alternatives, and those of all rounds are put together.
                     output = jax.lax.with_sharding_constraint(output, whole)
-                    # A row that is not a number draws the last there is: of a padded vocabulary, the last token.
+                    # Where nothing is possible the last token is drawn, which must not be one of the padding.
                     return replace(output, tokens_SR=jnp.minimum(output.tokens_SR, statics.config.vocab_size - 1))
 
                 if shape.decode:

@@ -71,8 +71,9 @@ def run_rounds(
         )
         is_eos_B = jnp.any(tokens_B[:, None] == rounds.eos_ids_E[None, :], axis=1)
         is_stop_B = jnp.any(tokens_B[:, None] == rounds.stop_ids_BE, axis=1) | (is_eos_B & rounds.stops_at_eos_B)
+        is_stop_B |= tokens_B < 0  # its logits are not finite
         is_active_B = is_active_B & ~is_stop_B & (round_ + 1 < rounds.max_rounds_B)
-        return round_ + 1, caches, tokens_B, is_active_B, output
+        return round_ + 1, caches, jnp.maximum(tokens_B, 0), is_active_B, output
 
     empty = StepOutput.empty(len(samples.position_S), most)
     start = (jnp.zeros((), jnp.int32), caches, tokens_B, rounds.max_rounds_B > 0, empty)

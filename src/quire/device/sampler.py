@@ -24,7 +24,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
-from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SAMPLE_FIELDS, SampleInputs, StepOutput, default_samples
+from quire.device.inputs import (
+    INVALID,
+    NOT_FINITE,
+    NUM_TOP_LOGPROBS,
+    SAMPLE_FIELDS,
+    SampleInputs,
+    StepOutput,
+    default_samples,
+)
 from quire.device.top_k_top_p import top_k_top_p
 
 TILE = 256
@@ -167,8 +175,11 @@ def _sample_rows(
     cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
     drawn = _draw_and_score(cut_SV, processed_SV, inputs, num_parts)
     model = _score(logits_SV, drawn.tokens_S, inputs, num_parts)
+    # XLA's maximum on a CPU leaves NaN out for most S, so NaN is looked for by itself.
+    is_number_S = ~jnp.any(jnp.isnan(logits_SV), axis=-1) & jnp.isfinite(jnp.max(logits_SV, axis=-1))
+    is_finite_S = is_number_S | (inputs.target_S != INVALID)
     output = StepOutput(
-        tokens_SR=drawn.tokens_S,
+        tokens_SR=jnp.where(is_finite_S, drawn.tokens_S, NOT_FINITE),
         logprobs_SR=model.logprobs_S,
         top_ids_SRX=model.top_ids_SX,
         top_logprobs_SRX=model.top_logprobs_SX,

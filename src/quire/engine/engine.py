@@ -540,6 +540,7 @@ class Engine:
             generated_tokens=counters.generated_tokens,
             drafted_tokens=scheduler.drafted_tokens,
             accepted_drafts=scheduler.accepted_drafts,
+            not_finite=counters.not_finite,
             page_copies=counters.page_copies,
             weight_version=tables.weights.version,
             programs=self.runner.num_programs,

@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from quire.core.audit import PoolStats
 from quire.core.plan import StepPlan
 from quire.core.sequence import TokenEvent, Version
+from quire.core.stopping import FinishReason
 
 _log = logging.getLogger("quire")
 
@@ -72,7 +73,7 @@ class StepCounters:
 
     def __init__(self) -> None:
         self.steps = self.rounds = self.rows = 0
-        self.computed_tokens = self.generated_tokens = self.page_copies = 0
+        self.computed_tokens = self.generated_tokens = self.page_copies = self.not_finite = 0
 
     def count(self, plan: StepPlan, events: Sequence[TokenEvent]) -> int:
         """Take in a committed step; returns the number of its rounds."""
@@ -84,6 +85,7 @@ class StepCounters:
         self.rows += len(plan.rows)
         self.computed_tokens += plan.num_tokens + sum(n - 1 for n in drawn if n > 1)  # but for what it drew last
         self.generated_tokens += sum(len(event.token_ids) for event in events)
+        self.not_finite += sum(event.finish_reason is FinishReason.NOT_FINITE for event in events)
         self.page_copies += sum(len(operations.copies) for operations in plan.operations)
         return rounds
 
@@ -145,6 +147,8 @@ class EngineStats(PoolStats):
     """Tokens that were guessed and put through the model, to be drawn at once if they are what comes next."""
     accepted_drafts: int
     """Those of them that came next."""
+    not_finite: int
+    """Sequences that ended because the model's logits were NaN or infinite."""
     page_copies: int
     """Pages copied because a fork began in the middle of one."""
     weight_version: Version

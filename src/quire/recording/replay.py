@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from quire.config import MAX_DIMENSION, MAX_DRAFTS, MAX_ROUNDS, PREEMPTIONS, WindowPoolSize, check_whole
 from quire.core.errors import AuditError, RequestError, StateError
-from quire.core.plan import StepPlan
+from quire.core.plan import NOT_FINITE, StepPlan
 from quire.core.prefix_cache import PrefixCache, page_root
 from quire.core.request import MAX_PRIORITY
 from quire.core.sampling_params import MAX_SAMPLES_PER_REQUEST
@@ -306,14 +306,16 @@ class Replay:
                 tokens += [[]] * (1 + num_drafted)
                 continue
             count = counts if isinstance(counts, int) else counts[i]
+            is_finite = reasons.get(i) is not FinishReason.NOT_FINITE
+            count += not is_finite  # what stands for the token that could not be drawn
             check_whole("tokens of a row", count, 1, 1 + num_drafted if num_drafted else MAX_ROUNDS)
-            last = END_OF[reasons[i]] if i in reasons else PLAIN
+            last = (END_OF[reasons[i]] if is_finite else NOT_FINITE) if i in reasons else PLAIN
             if num_drafted:
                 last = OTHER if last == PLAIN and count <= num_drafted else last
                 tokens += [[PLAIN]] * (count - 1) + [[last]] + [[PLAIN]] * (num_drafted + 1 - count)
             else:
                 tokens.append([PLAIN] * (count - 1) + [last])
-            self._count_tokens(count)
+            self._count_tokens(count if is_finite else count - 1)
             i += 1
         self._plan = None
         events = self.scheduler.commit(plan, StandInResult(tokens, len(plan.scores), len(plan.rows)))

@@ -15,7 +15,7 @@ _log = logging.getLogger("quire.server")
 
 MAX_MESSAGE_LEN = 1000
 """Characters; a longer one quotes too much of the request."""
-STATUS_OF_REASON = {"unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500}
+STATUS_OF_REASON = {"unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500, "not_finite": 500}
 # msgspec tells the path of a wrong value nowhere but in its message.
 _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 
@@ -75,7 +75,7 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error), code="unavailable", headers={"Retry-After": "5"})
     if isinstance(error, GenerationError):
         # What was too slow once would be again: clients of OpenAI obey this and do not send it twice more.
-        headers = {"x-should-retry": "false"} if error.reason == "deadline" else {}
+        headers = {"x-should-retry": "false"} if error.reason in ("deadline", "not_finite") else {}
         status = STATUS_OF_REASON[error.reason]
         return ApiError(status, str(error), code=error.reason, headers=headers)
     if isinstance(error, FieldError):

@@ -21,7 +21,11 @@ from quire.server.openai import schema
 from quire.server.openai.embeddings import Embedded
 
 PROMPTS = ("text", "token_ids", "chat")
-FINISH_REASONS = {str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
+FINISH_REASONS = {
+    str(reason): pb.FinishReason.Value(f"FINISH_REASON_{reason.name}")
+    for reason in FinishReason
+    if reason is not FinishReason.NOT_FINITE
+}
 
 
 def parse[T: Message](kind: type[T], data: bytes) -> T:

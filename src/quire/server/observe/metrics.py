@@ -44,6 +44,7 @@ VLLM_REASONS = {
     "length": "length",
     "cancelled": "abort",
     "deadline": "abort",
+    "not_finite": "error",
     "unavailable": "abort",
     "invalid": "error",
     "error": "error",
