@@ -77,6 +77,7 @@ struct Softmax {
 double run_sample(Isa isa) {
   const bool is_hostile = pick(0, 1);
   const int64_t samples = pick(1, 4), vocab = pick(1, 700), words = quire::ceil_div(vocab, 32) - (is_hostile && vocab > 32);
+  const int64_t num_top = pick_of<int64_t>({1, 20, 20, 100});
   const int64_t page_size = pick(1, 5), pages = pick(1, 9), rows = pick(1, 3), pages_per_row = pick(1, 6), biases = 3;
   const auto ints = [](int64_t n, int64_t low, int64_t high) {
     std::vector<int32_t> out(n);
@@ -89,8 +90,8 @@ double run_sample(Isa isa) {
     return out;
   };
   const float nan = std::numeric_limits<float>::quiet_NaN(), infinity = std::numeric_limits<float>::infinity();
-  std::vector<float> logits(samples * vocab), out(3 * samples), top_logprobs(2 * samples * quire::kNumTop);
-  std::vector<int32_t> token(samples), top_ids(2 * samples * quire::kNumTop);
+  std::vector<float> logits(samples * vocab), out(3 * samples), top_logprobs(2 * samples * num_top);
+  std::vector<int32_t> token(samples), top_ids(2 * samples * num_top);
   for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
   for (int64_t i = 0; is_hostile && i < samples; ++i)
     logits[i * vocab + pick(0, vocab - 1)] = pick_of<float>({nan, infinity, -infinity});
@@ -113,7 +114,7 @@ double run_sample(Isa isa) {
     mask[i * words] |= !is_hostile;
   }
   quire::Sample args{};
-  args.num_samples = samples, args.vocab = vocab, args.logits = logits.data();
+  args.num_samples = samples, args.vocab = vocab, args.num_top = num_top, args.logits = logits.data();
   args.num_pages = pages, args.page_size = page_size, args.num_rows = rows, args.pages_per_row = pages_per_row;
   args.tokens = tokens.data(), args.page_table = table.data(), args.position = position.data();
   args.want_logprobs = args.want_top = wants.get(), args.temperature = temperature.data(), args.top_k = top_k.data();
@@ -124,8 +125,8 @@ double run_sample(Isa isa) {
   args.bias = bias.data(), args.has_mask = has_mask.get(), args.mask_words = words, args.mask = mask.data();
   args.token = token.data(), args.kept_mass = out.data() + 2 * samples;
   args.model = {out.data(), top_ids.data(), top_logprobs.data()};
-  args.processed = {out.data() + samples, top_ids.data() + samples * quire::kNumTop,
-                    top_logprobs.data() + samples * quire::kNumTop};
+  args.processed = {out.data() + samples, top_ids.data() + samples * num_top,
+                    top_logprobs.data() + samples * num_top};
   quire::sample(isa, args, {2, run_on_threads});
   const auto exists = [&](int32_t id) { return id >= 0 && id < vocab; };
   const auto is_drawn = [&](int32_t id) { return exists(id) || (is_hostile && id == quire::kNotFinite); };
@@ -177,8 +178,8 @@ double run_sample(Isa isa) {
       if (is_random || target[i] < 0) good = good && is_close(args.processed.logprob[i], logprob(token[i]));
       if (!is_random && target[i] < 0) good = good && x[token[i]] > left.peak - 1e-4;
       good = good && is_close(args.kept_mass[i], is_random ? left.mass / whole.mass : 1);
-      for (int64_t place = 0; place < std::min(is_random ? vocab : 1, quire::kNumTop); ++place) {
-        const int64_t at = i * quire::kNumTop + place;
+      for (int64_t place = 0; place < std::min(is_random ? vocab : 1, num_top); ++place) {
+        const int64_t at = i * num_top + place;
         good = good && is_close(args.processed.top_logprob[at], logprob(args.processed.top_id[at]));
       }
     }

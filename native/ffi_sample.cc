@@ -24,7 +24,9 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
   if (logits.dimensions().size() != 2 || logits.dimensions()[1] < 1) return bad("logits must be [S, V]");
   if (tokens.dimensions().size() != 2 || page_table.dimensions().size() != 2)
     return bad("the tokens of pages must be [M, Z], and the page table [B, P]");
-  const int64_t samples = logits.dimensions()[0], tops = samples * quire::kNumTop;
+  const int64_t samples = logits.dimensions()[0];
+  if (top_id->dimensions().size() != 3 || top_id->dimensions()[2] < 1) return bad("top_id must be [S, 1, X]");
+  const int64_t num_top = top_id->dimensions()[2], tops = samples * num_top;
   bool fits = has_shape(seed, {samples, 2});
   for (const Ints* one : {&position, &top_k, &index, &target, &row, &prompt_len}) fits = fits && has_shape(*one, {samples});
   for (const Floats* one : {&temperature, &top_p, &min_p, &top_n_sigma, &repetition_penalty, &presence_penalty,
@@ -42,11 +44,12 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
     return bad("a sample has one token, and one of each score");
   if (!has_size(*top_id, tops) || !has_size(*top_logprob, tops) || !has_size(*processed_top_id, tops) ||
       !has_size(*processed_top_logprob, tops))
-    return bad("a sample has 20 alternatives");
+    return bad("the alternatives must be [S, 1, X], of one X");
 
   quire::Sample args{};
   args.num_samples = samples;
   args.vocab = logits.dimensions()[1];
+  args.num_top = num_top;
   args.logits = logits.typed_data();
   args.num_pages = tokens.dimensions()[0];
   args.page_size = tokens.dimensions()[1];

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -16,9 +17,17 @@ constexpr float kNever = -std::numeric_limits<float>::infinity();
 constexpr float kMinTemperature = 1e-20f;  // a lower temperature is this one
 constexpr float kRounding = 1e-6f;         // log-probabilities that differ by less may have the same weight
 
+// The largest logits and where they are, of equal ones the first; NaN is none of them.
+struct Top {
+  int64_t count = 0;
+  std::vector<float> logits;
+  std::vector<int32_t> ids;
+};
+
 struct Scratch {
   std::vector<float> logits, peaks;
   std::vector<int32_t> seen, counts;
+  Top top;
 };
 
 // -- passes over a row ----------------------------------------------------------------------------------------------
@@ -165,41 +174,37 @@ struct Distribution {
   float logprob(float x) const { return (x - peak) * inv_temperature - std::log(mass); }
 };
 
-// The largest logits and where they are, of equal ones the first; NaN is none of them.
-struct Top {
-  int64_t count = 0;
-  float logits[kNumTop];
-  int32_t ids[kNumTop];
-};
-
-Top find_top(Isa isa, const float* x, int64_t vocab, Scratch& scratch) {
-  Top top;
+// Puts the `num_top` largest logits of a row into `scratch.top`.
+void find_top(Isa isa, const float* x, int64_t vocab, int64_t num_top, Scratch& scratch) {
+  Top& top = scratch.top;
+  top.count = 0;
+  top.logits.resize(num_top);
+  top.ids.resize(num_top);
+  float* const logits = top.logits.data();
+  int32_t* const ids = top.ids.data();
   scratch.peaks.resize(ceil_div(vocab, kTile));
   find_peaks(isa, x, vocab, scratch.peaks.data());
-  const auto is_among = [&](float logit) { return top.count < kNumTop || logit > top.logits[kNumTop - 1]; };
+  const auto is_among = [&](float logit) { return top.count < num_top || logit > logits[num_top - 1]; };
   for (int64_t begin = 0; begin < vocab; begin += kTile) {
     const float peak = scratch.peaks[begin / kTile];  // NaN where the tile has one
     if (peak == peak && !is_among(peak)) continue;    // nearly always
     for (int64_t id = begin; id < std::min(begin + kTile, vocab); ++id) {
       if (x[id] != x[id] || !is_among(x[id])) continue;
-      top.count = std::min(top.count + 1, kNumTop);
-      int64_t place = top.count - 1;
-      for (; place > 0 && top.logits[place - 1] < x[id]; --place) {
-        top.logits[place] = top.logits[place - 1];
-        top.ids[place] = top.ids[place - 1];
-      }
-      top.logits[place] = x[id];
-      top.ids[place] = id;
+      const int64_t place = std::upper_bound(logits, logits + top.count, x[id], std::greater<float>()) - logits;
+      top.count = std::min(top.count + 1, num_top);
+      std::move_backward(logits + place, logits + top.count - 1, logits + top.count);
+      std::move_backward(ids + place, ids + top.count - 1, ids + top.count);
+      logits[place] = x[id];
+      ids[place] = id;
     }
   }
-  return top;
 }
 
-// The first `most` of them; those that are not there are token 0, which has no probability in such a place.
-void write_top(const Top& top, const Distribution& from, int64_t most, int64_t i, const Scores& to) {
-  for (int64_t place = 0; place < kNumTop; ++place) {
-    to.top_id[i * kNumTop + place] = place < top.count ? top.ids[place] : 0;
-    to.top_logprob[i * kNumTop + place] = place < std::min(most, top.count) ? from.logprob(top.logits[place]) : kNever;
+// Writes the first `most` of them; those that are not there are token 0, which has no probability in such a place.
+void write_top(const Top& top, const Distribution& from, int64_t most, int64_t i, int64_t num_top, const Scores& to) {
+  for (int64_t place = 0; place < num_top; ++place) {
+    to.top_id[i * num_top + place] = place < top.count ? top.ids[place] : 0;
+    to.top_logprob[i * num_top + place] = place < std::min(most, top.count) ? from.logprob(top.logits[place]) : kNever;
   }
 }
 
@@ -250,8 +255,8 @@ void sample_row(Isa isa, const Sample& args, int64_t i, Scratch& scratch) {
   args.model.logprob[i] = args.processed.logprob[i] = 0;
   args.kept_mass[i] = 1;
   for (const Scores& scores : {args.model, args.processed}) {
-    std::fill_n(scores.top_id + i * kNumTop, kNumTop, 0);
-    std::fill_n(scores.top_logprob + i * kNumTop, kNumTop, 0.0f);
+    std::fill_n(scores.top_id + i * args.num_top, args.num_top, 0);
+    std::fill_n(scores.top_logprob + i * args.num_top, args.num_top, 0.0f);
   }
   if (!want_logprobs) return;
   const Distribution from{drawn.peak, inv_temperature, drawn.mass};
@@ -266,9 +271,10 @@ void sample_row(Isa isa, const Sample& args, int64_t i, Scratch& scratch) {
   const Distribution model{plain.peak, 1, plain.whole_mass};
   args.model.logprob[i] = model.logprob(model_logits[token]);
   if (!args.want_top[i]) return;
-  const Top top = find_top(isa, model_logits, vocab, scratch);
-  write_top(top, model, vocab, i, args.model);
-  write_top(logits == model_logits ? top : find_top(isa, logits, vocab, scratch), from, drawn.num_kept, i, args.processed);
+  find_top(isa, model_logits, vocab, args.num_top, scratch);
+  write_top(scratch.top, model, vocab, i, args.num_top, args.model);
+  if (logits != model_logits) find_top(isa, logits, vocab, args.num_top, scratch);
+  write_top(scratch.top, from, drawn.num_kept, i, args.num_top, args.processed);
 }
 
 }  // namespace

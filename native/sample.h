@@ -10,18 +10,18 @@
 
 namespace quire {
 
-constexpr int64_t kNumTop = 20;  // alternatives beside a token
 constexpr int32_t kNotFinite = -2;  // instead of a token, where a logit is NaN or +inf, or all of them are -inf
 
 // Log-probabilities of one kind: of the model's own distribution, or of what was drawn from.
 struct Scores {
   float* logprob;       // of the token
-  int32_t* top_id;      // [samples, kNumTop], the likeliest first
+  int32_t* top_id;      // [samples, num_top], the likeliest first
   float* top_logprob;   // the same
 };
 
 struct Sample {
   int64_t num_samples, vocab;
+  int64_t num_top;  // alternatives beside a token, at least 1
   const float* logits;  // [samples, vocab]
 
   // What rows have seen: token ids in pages, and the pages of each row.

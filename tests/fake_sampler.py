@@ -10,8 +10,9 @@ from functools import cache
 
 import numpy as np
 
+from quire.config import DEFAULT_MAX_LOGPROBS
 from quire.core.sampling_params import DRAWS, PENALTIES, SamplingParams
-from quire.device.inputs import INVALID, NUM_TOP_LOGPROBS, SampleInputs, StepInputs, StepOutput, default_samples
+from quire.device.inputs import INVALID, SampleInputs, StepInputs, StepOutput, default_samples
 from quire.testing import FakeRunner
 
 defaults = cache(default_samples)
@@ -41,10 +42,10 @@ def kept_mass(state: int) -> float:
     return hash((state, 1, 1)) % 4096 / 4096
 
 
-def top(state: int) -> list[tuple[int, float]]:
+def top(state: int, count: int = DEFAULT_MAX_LOGPROBS) -> list[tuple[int, float]]:
     """The likeliest tokens and their log-probabilities."""
     first = hash((state,)) % 64
-    return [(first + i, -i / 4) for i in range(NUM_TOP_LOGPROBS)]
+    return [(first + i, -i / 4) for i in range(count)]
 
 
 class SamplingRunner(FakeRunner):
@@ -99,7 +100,7 @@ class SamplingRunner(FakeRunner):
             values = [[logprob(state, token)] for state, token in zip(states, tokens, strict=True)]
             changes[f"{prefix}logprobs_SR"] = np.array(values, np.float32)
             if samples.want_top_S is not None:
-                tops = np.array([[top(state)] for state in states])
+                tops = np.array([[top(state, self.max_logprobs)] for state in states])
                 changes[f"{prefix}top_ids_SRX"] = tops[..., 0].astype(np.int32)
                 changes[f"{prefix}top_logprobs_SRX"] = tops[..., 1].astype(np.float32)
         return replace(drawn, **changes)

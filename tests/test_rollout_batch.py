@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from quire import RolloutBatch, RolloutGroup, SamplingParams
+from quire.core.sequence import TokenLogprob
+from quire.outputs import CompletionOutput
 from tests.fake_llm import fake_llm
 
 PROMPTS = [[1, 2, 3, 4], [5, 6], [7, 8, 9, 1, 2]]
@@ -88,3 +90,15 @@ def test_what_cannot_be_a_batch_is_told(outputs):
         unscored = llm.generate([[1, 2]], SamplingParams(max_tokens=2))
     with pytest.raises(ValueError, match=r"sample 0 has no log-probabilities: draw with SamplingParams\(logprobs=0\)"):
         RolloutBatch.of(unscored)
+
+
+def test_alternatives_are_arrays_of_one_row_for_each_token():
+    entries = [TokenLogprob(5, -0.5, ((5, -0.5), (7, -1.5))), TokenLogprob(7, -0.25, ((7, -0.25),))]
+    output = CompletionOutput(0, [5, 7], "", "length", entries)
+    ids, logprobs = output.top_logprobs
+    assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+    np.testing.assert_array_equal(ids, [[5, 7], [7, -1]])
+    np.testing.assert_array_equal(logprobs, np.array([[-0.5, -1.5], [-0.25, -np.inf]], np.float32))
+    assert [x.shape for x in CompletionOutput(0, [], "", "length", []).top_logprobs] == [(0, 0), (0, 0)]
+    with pytest.raises(ValueError, match=r"no log-probabilities: ask with SamplingParams\(logprobs=k\)"):
+        _ = CompletionOutput(0, [5], "", "length").top_logprobs

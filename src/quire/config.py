@@ -33,6 +33,9 @@ MAX_LAYERS = 4096
 MAX_EXPERTS = 4096
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 16
 MAX_ROUNDS = 1024
+MAX_LOGPROBS = 1024
+"""Highest `max_logprobs`: a step has 16 bytes for each alternative of each token, asked for or not."""
+DEFAULT_MAX_LOGPROBS = 20
 MIN_DRAFTS, MAX_DRAFTS = 4, 1024
 DRAFTS_OF_A_MODEL = 8
 """Where there is a draft model and nobody says how many."""
@@ -92,6 +95,11 @@ class EngineConfig:
     draft_quantize: str | None = knob(
         None, "quantize of the draft model, or none; by default that of the model", expert=True
     )
+    max_logprobs: int = knob(
+        DEFAULT_MAX_LOGPROBS,
+        f"maximum SamplingParams.logprobs of a request, 1 to {MAX_LOGPROBS}; over HTTP and gRPC at most 20",
+        expert=True,
+    )
     attention: str = knob(
         "auto",
         "attention backend: auto (native on a CPU where it was built, pallas on a TPU, else xla), native, pallas "
@@ -140,6 +148,7 @@ class EngineConfig:
         check_whole("max_num_seqs", self.max_num_seqs, 1, 65_536)
         check_whole("max_num_batched_tokens", self.max_num_batched_tokens, 1, 1 << 20)
         check_whole("max_rounds", self.max_rounds, 1, MAX_ROUNDS)
+        check_whole("max_logprobs", self.max_logprobs, 1, MAX_LOGPROBS)
         self._check_draft()
         if self.drafts != 0:
             otherwise = f"0 for {DRAFTS_OF_A_MODEL}" if self.draft else "0 for never"
@@ -282,6 +291,7 @@ class EngineKnobs(TypedDict, total=False):
     drafts: int
     draft: str | None
     draft_quantize: str | None
+    max_logprobs: int
     attention: str
     matmul: str
     deterministic: bool

@@ -30,6 +30,22 @@ class CompletionOutput:
 
     __repr__ = short_repr
 
+    @property
+    def top_logprobs(self) -> tuple[np.ndarray, np.ndarray]:
+        """The likeliest tokens under the model itself: ids in int32 and log-probabilities in float32, `[tokens, k]`.
+
+        k is the largest number of alternatives of a token; a row that has fewer ends with -1 and -inf. ValueError if
+        `logprobs` was not asked for.
+        """
+        if self.logprobs is None:
+            raise ValueError("this output has no log-probabilities: ask with SamplingParams(logprobs=k)")
+        shape = len(self.logprobs), max((len(entry.top) for entry in self.logprobs), default=0)
+        ids, logprobs = np.full(shape, -1, np.int32), np.full(shape, -np.inf, np.float32)
+        for row, entry in enumerate(self.logprobs):
+            for place, (token_id, logprob) in enumerate(entry.top):
+                ids[row, place], logprobs[row, place] = token_id, logprob
+        return ids, logprobs
+
 
 @dataclass(slots=True)
 class RequestOutput:

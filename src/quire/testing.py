@@ -17,10 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from quire.config import AttentionConfig, ModelConfig, WindowPoolSize, engine_config
+from quire.config import DEFAULT_MAX_LOGPROBS, AttentionConfig, ModelConfig, WindowPoolSize, engine_config
 from quire.device.inputs import (
     INVALID,
-    NUM_TOP_LOGPROBS,
     BatchLayout,
     PageCommands,
     PageIds,
@@ -87,10 +86,13 @@ class FakeHandle:
 class FakeRunner:
     """A `Runner` without a model: StepInputs in, StepOutput out, pages in between."""
 
-    def __init__(self, pool: PoolSizes, *, page_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, pool: PoolSizes, *, page_size: int, vocab_size: int, max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    ) -> None:
         self.num_pages = pool.num_pages
         self.page_size = page_size
         self.vocab_size = vocab_size
+        self.max_logprobs = max_logprobs
         self.seconds_per_move, self.pages_per_move, self.failure = 5e-4, 4, None
         self.num_compiles = 0
         self.num_programs = 0
@@ -296,12 +298,11 @@ class FakeRunner:
         del states
         return self._say(scores.target_S[:, None], scores)
 
-    @staticmethod
-    def _say(tokens_SR: np.ndarray, samples: SampleInputs) -> StepOutput:
+    def _say(self, tokens_SR: np.ndarray, samples: SampleInputs) -> StepOutput:
         """What a step says of tokens: nothing of how likely they are."""
         shape = tokens_SR.shape
         logprobs: Any = np.zeros(shape, np.float32) if samples.want_logprobs_S is not None else None
-        width = (*shape, NUM_TOP_LOGPROBS)
+        width = (*shape, self.max_logprobs)
         top_ids, top = None, None
         if samples.want_top_S is not None:
             top_ids, top = np.zeros(width, np.int32), np.zeros(width, np.float32)
@@ -406,7 +407,7 @@ def fake_engine(
     if window_pages:
         sizes = zip(pool.windows, window_pages, strict=True)
         pool = pool._replace(windows=tuple(replace(size, num_pages=count) for size, count in sizes))
-    device = runner(pool, page_size=config.page_size, vocab_size=vocab_size)
+    device = runner(pool, page_size=config.page_size, vocab_size=vocab_size, max_logprobs=config.max_logprobs)
     draft = None
     if draft_len:
         draft = DraftModel("fake", replace(model, max_len=draft_len), None, lambda: draft_weights)

@@ -32,7 +32,7 @@ from tests.effort import each_float_isa, nightly, slow
 
 VOCAB = 1000
 HAS_NATIVE = native.unavailable_reason() is None
-jitted = jax.jit(sample, static_argnames=("native", "rows_at_once", "num_parts"))
+jitted = jax.jit(sample, static_argnames=("native", "rows_at_once", "num_parts", "max_logprobs"))
 each_draw = pytest.mark.parametrize("native", [False, *[True] * HAS_NATIVE], ids=["xla", *["native"] * HAS_NATIVE])
 """For tests of both ways to draw."""
 CUTS = {"top_k": 5, "top_p": 0.6, "min_p": 0.2, "top_n_sigma": 1.0}
@@ -258,6 +258,27 @@ def test_of_equal_alternatives_the_first_come_first(vocab, num_parts):
     out = run(x, samples, native=False, num_parts=num_parts)
     best = np.argsort(-x, axis=-1, kind="stable")[:, :20]
     assert out.top_ids_SRX[:, 0, : best.shape[1]].tolist() == best.tolist()
+
+
+@pytest.mark.parametrize("how", [{}, {"rows_at_once": 2}, {"num_parts": 5}, *[{"native": True}] * HAS_NATIVE], ids=str)
+@pytest.mark.parametrize("max_logprobs", [1, 100, 1024])
+def test_alternatives_are_as_many_as_the_program_has_room_for(max_logprobs, how):
+    """By every way of sampling, of logits in no order, in falling order, in rising order, and with many equal ones."""
+    x = np.stack([logits(1)[0], *np.sort(logits(2)), np.round(logits(1)[0]) + 0.0])  # XLA ranks -0.0 below 0.0
+    x[1] = x[1, ::-1]
+    samples = inputs([SamplingParams(top_k=50, logprobs=20, seed=1), *[SamplingParams(temperature=0, logprobs=20)] * 3])
+    out = run(x, samples, **{"native": False} | how, max_logprobs=max_logprobs)
+    best = np.argsort(-x, axis=-1, kind="stable")[:, :max_logprobs]
+    missing = max(max_logprobs - VOCAB, 0)
+    log_p = x - np.log(np.exp(x.astype(np.float64)).sum(-1, keepdims=True))
+    expected = np.take_along_axis(log_p, best, axis=-1)
+    np.testing.assert_array_equal(out.top_ids_SRX[:, 0], np.pad(best, ((0, 0), (0, missing))))
+    np.testing.assert_allclose(
+        out.top_logprobs_SRX[:, 0], np.pad(expected, ((0, 0), (0, missing)), constant_values=-np.inf), atol=2e-5
+    )
+    num_listed = np.isfinite(out.processed_top_logprobs_SRX[:, 0]).sum(-1)
+    assert num_listed.tolist() == [min(50, max_logprobs), 1, 1, 1]
+    np.testing.assert_array_equal(out.processed_top_ids_SRX[0, 0, :50], best[0, :50])
 
 
 @each_draw

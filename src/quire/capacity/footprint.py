@@ -92,6 +92,7 @@ def programs_on(
         pages_per_row=min(-(-max_model_len // config.page_size), num_pages),
         max_num_rows=max(shape.num_rows for shape in step_shapes(config)),
         max_rounds=config.max_rounds,
+        max_logprobs=config.max_logprobs,
         windows=windows,
         attention=config.attention,
         matmul=config.matmul,

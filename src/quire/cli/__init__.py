@@ -32,6 +32,7 @@ PLAN_KNOBS = (
     "max_num_batched_tokens",
     "max_model_len",
     "max_rounds",
+    "max_logprobs",
     "memory_budget",
     "attention",
     "matmul",

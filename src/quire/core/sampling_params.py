@@ -12,13 +12,12 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
-from quire.config import MAX_ROUNDS, check_whole
+from quire.config import MAX_LOGPROBS, MAX_ROUNDS, check_whole
 from quire.embedding import Pooling, check_pooling
 from quire.field_error import FieldError, refuse_unknown_fields
 from quire.short_repr import short_repr
 from quire.structured.form import Structured
 
-MAX_LOGPROBS = 20
 MAX_STOP_IDS = 64
 MAX_LOGIT_BIASES = 300
 MAX_SAMPLES_PER_REQUEST = 1024
@@ -164,7 +163,7 @@ class SamplingParams:
     logprobs: int | None = number(
         None,
         Range(0, MAX_LOGPROBS),
-        "report each token's log-probability, and this many most likely alternatives",
+        "report each token's log-probability, and this many most likely alternatives, up to the engine's max_logprobs",
         on_wire=False,
     )
     prompt_logprobs: bool = switch(False, "report the log-probability of each prompt token given those before it")

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from quire.config import MAX_EOS_IDS
+from quire.config import DEFAULT_MAX_LOGPROBS, MAX_EOS_IDS
 
 INVALID = -1
 """Nothing here: the one marker inside arrays."""
@@ -25,8 +25,6 @@ MAX_STOP_IDS = 64
 """Token ids of its own that end one sequence, beside the model's end tokens."""
 MAX_BIASES = 384
 """Token ids whose logit one sample may change: 300 biases, 64 stop ids and the model's end tokens."""
-NUM_TOP_LOGPROBS = 20
-"""Alternatives reported beside a token, at most."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -356,10 +354,10 @@ class StepOutput:
         return replace(self, **dict.fromkeys(absent))
 
     @classmethod
-    def empty(cls, num_samples: int, num_rounds: int) -> "StepOutput":
-        """No round has been run."""
+    def empty(cls, num_samples: int, num_rounds: int, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> "StepOutput":
+        """Return the output in which no round has been run, with room for `max_logprobs` alternatives of a token."""
         shape = (num_samples, num_rounds)
-        zeros_SR, zeros_SRX = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, NUM_TOP_LOGPROBS), jnp.float32)
+        zeros_SR, zeros_SRX = jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, max_logprobs), jnp.float32)
         ids_SRX = jnp.zeros(zeros_SRX.shape, jnp.int32)
         tokens_SR = jnp.full(shape, INVALID, jnp.int32)
         return cls(tokens_SR, zeros_SR, ids_SRX, zeros_SRX, zeros_SR, zeros_SR, ids_SRX, zeros_SRX)

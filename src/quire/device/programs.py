@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.config import ModelConfig, WindowPoolSize
+from quire.config import DEFAULT_MAX_LOGPROBS, ModelConfig, WindowPoolSize
 from quire.device import kv_cache, native
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import (
@@ -69,6 +69,8 @@ class Programs:
     max_num_rows: int
     """Rows of the page table: the most that a step has."""
     max_rounds: int = 1
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    """Alternatives that the sampler returns beside each token."""
     windows: tuple[WindowPoolSize, ...] = ()
     """Windows whose layers have pools of their own; other layers keep every position."""
     attention: str = "auto"
@@ -157,10 +159,12 @@ class Programs:
 
         The pools are donated.
         """
-        statics, layer, max_rounds = self.statics, self.layer, self.max_rounds
+        statics, layer, max_logprobs = self.statics, self.layer, self.max_logprobs
         device, whole = self.mesh.devices.flat[0], sharding(self.mesh)
         at_once, num_parts = rows_at_once(device.platform), num_devices_of(self.mesh, "vocab")
-        draw = partial(sample, native=statics.native, rows_at_once=at_once, num_parts=num_parts)
+        draw = partial(
+            sample, native=statics.native, rows_at_once=at_once, num_parts=num_parts, max_logprobs=max_logprobs
+        )
 
         def step(params, caches, tokens_T, layout, samples, rounds, scores, embed_first_B):
             def cut(layout):
@@ -185,11 +189,12 @@ class Programs:
 
                 if shape.decode:
                     return caches, draw_from(samples)
-                output = sample_and_score(draw_from, samples, scores)
+                output = sample_and_score(draw_from, samples, scores, max_logprobs)
                 return caches, replace(output, pooled_BD=pool_rows(hidden_TD, embed_first_B, layout.cu_q_lens_B1))
 
             if shape.decode:
-                return run_rounds(one_round, caches, tokens_T, layout, samples, rounds, max_rounds)
+                most = self.max_rounds
+                return run_rounds(one_round, caches, tokens_T, layout, samples, rounds, most, max_logprobs)
             return one_round(caches, tokens_T, layout, samples)
 
         out_shardings = (kv_cache.placement(self.caches), whole)
@@ -218,7 +223,7 @@ class Programs:
 
     def output(self, shape: StepShape) -> StepOutput:
         """The fields of a step's output; what stands in them is of no meaning."""
-        drawn = jax.eval_shape(partial(StepOutput.empty, shape.num_samples, 1))
+        drawn = jax.eval_shape(partial(StepOutput.empty, shape.num_samples, 1, self.max_logprobs))
         return drawn if shape.decode else replace(drawn, scores=drawn, pooled_BD=0)
 
     def page_table_widths(self, pool: int) -> tuple[int, ...]:

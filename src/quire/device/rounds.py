@@ -32,8 +32,9 @@ def run_rounds(
     samples: SampleInputs,
     rounds: RoundInputs,
     most: int,
+    max_logprobs: int,
 ) -> tuple[Caches, StepOutput]:
-    """Run until no row is active; `most` is the number of columns there are to fill."""
+    """Run until no row is active; `most` is the number of columns to fill, `max_logprobs` of alternatives in each."""
     page_size = caches[0].tokens_MZ.shape[1]
 
     def places[T: (BatchLayout, WindowLayout)](
@@ -75,7 +76,7 @@ def run_rounds(
         is_active_B = is_active_B & ~is_stop_B & (round_ + 1 < rounds.max_rounds_B)
         return round_ + 1, caches, jnp.maximum(tokens_B, 0), is_active_B, output
 
-    empty = StepOutput.empty(len(samples.position_S), most)
+    empty = StepOutput.empty(len(samples.position_S), most, max_logprobs)
     start = (jnp.zeros((), jnp.int32), caches, tokens_B, rounds.max_rounds_B > 0, empty)
     _, caches, _, _, output = lax.while_loop(lambda state: jnp.any(state[3]), advance, start)
     return caches, output

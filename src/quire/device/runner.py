@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from quire.config import ModelConfig, WindowPoolSize
+from quire.config import DEFAULT_MAX_LOGPROBS, ModelConfig, WindowPoolSize
 from quire.device import kv_cache
 from quire.device.inputs import (
     PageCommands,
@@ -87,6 +87,7 @@ class ModelRunner:
         pages_per_row: int,
         shapes: Sequence[StepShape],
         max_rounds: int = 1,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         windows: tuple[WindowPoolSize, ...] = (),
         num_host_pages: Sequence[int] = (),
         attention: str = "auto",
@@ -115,6 +116,7 @@ class ModelRunner:
             pages_per_row=pages_per_row,
             max_num_rows=max(shape.num_rows for shape in shapes),
             max_rounds=max_rounds,
+            max_logprobs=max_logprobs,
             windows=windows,
             attention=attention,
             matmul=matmul,

@@ -24,10 +24,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, Integer
 
+from quire.config import DEFAULT_MAX_LOGPROBS
 from quire.device.inputs import (
     INVALID,
     NOT_FINITE,
-    NUM_TOP_LOGPROBS,
     SAMPLE_FIELDS,
     SampleInputs,
     StepOutput,
@@ -60,6 +60,35 @@ class Drawn(NamedTuple):
     mass_S: jax.Array
 
 
+class _Top(NamedTuple):
+    """How the likeliest tokens of each row are found."""
+
+    max_logprobs: int
+    num_parts: int
+    """Parts that the vocabulary is split into, over devices."""
+
+    def of(self, x_SV: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The largest values of each row and where they are; -inf at token 0 behind the last of a small vocabulary.
+
+        First of each part of the vocabulary: devices that have one each then exchange no logits.
+        """
+        num_samples, vocab_size = x_SV.shape
+        part = vocab_size // self.num_parts
+        x_SPV = x_SV.reshape(num_samples, self.num_parts, part)
+        values_SPX, places_SPX = lax.top_k(x_SPV, min(self.max_logprobs, part))
+        ids_SPX = places_SPX + jnp.arange(0, vocab_size, part, dtype=jnp.int32)[None, :, None]
+        width = min(self.max_logprobs, vocab_size)
+        values_SX, order_SX = lax.top_k(values_SPX.reshape(num_samples, -1), width)
+        ids_SX = jnp.take_along_axis(ids_SPX.reshape(num_samples, -1), order_SX, axis=-1)
+        missing = ((0, 0), (0, self.max_logprobs - width))
+        return jnp.pad(values_SX, missing, constant_values=-jnp.inf), jnp.pad(ids_SX, missing)
+
+    def none(self, num_samples: int) -> tuple[jax.Array, jax.Array]:
+        """Zeros instead of ids and log-probabilities, where no sample asks for them."""
+        shape = (num_samples, self.max_logprobs)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+
+
 def rows_at_once(platform: str) -> int | None:
     """How many rows `sample` should take at once on a platform; None for all, as on a CPU."""
     # 8 rows are one tile of a TPU's vector memory. On a GPU each piece costs launches, so they are larger.
@@ -75,16 +104,19 @@ def sample(
     native: bool = False,
     rows_at_once: int | None = None,
     num_parts: int = 1,
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
 ) -> StepOutput:
     """Draw or score one token for each sample; one round.
 
     `native`: by the native library, which takes each row by itself. Else `rows_at_once` makes a loop over so many
     samples: what is computed on the way takes that much less memory, and on a TPU fits in the vector memory. None is
-    for all of them. `num_parts`: in how many the vocabulary is split over devices.
+    for all of them. `num_parts`: in how many the vocabulary is split over devices. `max_logprobs`: number of
+    alternatives of each token.
     """
     if native:
-        return sample_natively(logits_SV, inputs, tokens_MZ, page_table_BP)
-    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, num_parts=num_parts)
+        return sample_natively(logits_SV, inputs, tokens_MZ, page_table_BP, max_logprobs=max_logprobs)
+    top = _Top(max_logprobs, num_parts)
+    draw_rows = partial(_sample_rows, tokens_MZ=tokens_MZ, page_table_BP=page_table_BP, top=top)
     if rows_at_once is None:
         return draw_rows(logits_SV, inputs)
     num_samples = logits_SV.shape[0]
@@ -96,7 +128,7 @@ def sample(
         drawn = draw_rows(cut(logits_SV), jax.tree.map(cut, inputs))
         return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, start, 0), output, drawn)
 
-    return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1))
+    return lax.fori_loop(0, -(-num_samples // rows), advance, StepOutput.empty(num_samples, 1, max_logprobs))
 
 
 def sample_natively(
@@ -106,16 +138,20 @@ def sample_natively(
     page_table_BP: jax.Array,
     *,
     instruction_set: str = "",
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
 ) -> StepOutput:
     """`sample` by `native/sample.cc`. What nobody asked for is 0, and a kept mass 1."""
-    output, treedef = jax.tree.flatten(jax.eval_shape(partial(StepOutput.empty, len(logits_SV), 1)))
+    output, treedef = jax.tree.flatten(jax.eval_shape(partial(StepOutput.empty, len(logits_SV), 1, max_logprobs)))
     fields = (getattr(inputs, name) for name in SAMPLE_FIELDS if name != "packed_index_S")
     call = jax.ffi.ffi_call("quire_sample", output)
     return jax.tree.unflatten(treedef, call(logits_SV, tokens_MZ, page_table_BP, *fields, isa=instruction_set))
 
 
 def sample_and_score(
-    draw_from: Callable[[SampleInputs], StepOutput], samples: SampleInputs, scores: SampleInputs
+    draw_from: Callable[[SampleInputs], StepOutput],
+    samples: SampleInputs,
+    scores: SampleInputs,
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS,
 ) -> StepOutput:
     """Draw the samples, and score tokens that are there by the same program: as many at a time as there are samples.
 
@@ -146,7 +182,7 @@ def sample_and_score(
         return jax.tree.map(lambda all_, new: lax.dynamic_update_slice_in_dim(all_, new, place, 0), output, drawn)
 
     first = 1 - has_samples.astype(jnp.int32)
-    whole = lax.fori_loop(first, num_pieces, advance, StepOutput.empty(rows + num_scores, 1))
+    whole = lax.fori_loop(first, num_pieces, advance, StepOutput.empty(rows + num_scores, 1, max_logprobs))
     drawn, scored = (jax.tree.map(lambda x, part=part: x[part], whole) for part in (slice(rows), slice(rows, None)))
     return replace(drawn, scores=scored)
 
@@ -156,7 +192,7 @@ def _sample_rows(
     inputs: SampleInputs,
     tokens_MZ: jax.Array,
     page_table_BP: jax.Array,
-    num_parts: int,
+    top: _Top,
 ) -> StepOutput:
     """`sample`, all rows at once."""
     is_penalised = jnp.any(_has_penalty(inputs))
@@ -173,8 +209,8 @@ def _sample_rows(
     processed_SV = lax.cond(is_penalised | is_biased | has_mask, process, lambda: logits_SV)
     is_cut = jnp.any(inputs.top_n_sigma_S > 0)
     cut_SV = lax.cond(is_cut, partial(_cut_sigma, inputs=inputs), _same, processed_SV)
-    drawn = _draw_and_score(cut_SV, processed_SV, inputs, num_parts)
-    model = _score(logits_SV, drawn.tokens_S, inputs, num_parts)
+    drawn = _draw_and_score(cut_SV, processed_SV, inputs, top)
+    model = _score(logits_SV, drawn.tokens_S, inputs, top)
     # XLA's maximum on a CPU leaves NaN out for most S, so NaN is looked for by itself.
     is_number_S = ~jnp.any(jnp.isnan(logits_SV), axis=-1) & jnp.isfinite(jnp.max(logits_SV, axis=-1))
     is_finite_S = is_number_S | (inputs.target_S != INVALID)
@@ -204,7 +240,7 @@ class Scored(NamedTuple):
     top_logprobs_SX: jax.Array
 
 
-def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs, num_parts: int) -> Scored:
+def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleInputs, top: _Top) -> Scored:
     """Draw, or take the token that is given; scored under what is drawn from.
 
     That is `cut_SV` after temperature, top-k, top-p and min-p; `processed_SV` is what nothing was cut off yet.
@@ -235,8 +271,8 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
         rank_S = lax.cond(jnp.any(is_doubtful_S), rank, lambda: jnp.zeros_like(tokens_S))
         return jnp.where(is_doubtful_S & (rank_S >= drawn.num_kept_S), -jnp.inf, logprob(_at(cut_SV, tokens_S)))
 
-    def top() -> tuple[jax.Array, jax.Array]:
-        values_SX, ids_SX = _top(cut_SV, num_parts)
+    def find_top() -> tuple[jax.Array, jax.Array]:
+        values_SX, ids_SX = top.of(cut_SV)
         rank_SX = lax.broadcasted_iota(jnp.int32, values_SX.shape, 1)
         return ids_SX, jnp.where(rank_SX < drawn.num_kept_S[:, None], logprob(values_SX), -jnp.inf)
 
@@ -249,7 +285,7 @@ def _draw_and_score(cut_SV: jax.Array, processed_SV: jax.Array, inputs: SampleIn
     want_logprobs, want_top = jnp.any(inputs.want_logprobs_S), jnp.any(inputs.want_top_S)
     logprobs_S = lax.cond(want_logprobs, logprobs, lambda: zeros_S)
     kept_mass_S = lax.cond(want_logprobs & jnp.any(is_cut_S), kept_mass, lambda: ones_S)
-    return Scored(tokens_S, logprobs_S, kept_mass_S, *lax.cond(want_top, top, lambda: _no_top(len(tokens_S))))
+    return Scored(tokens_S, logprobs_S, kept_mass_S, *lax.cond(want_top, find_top, lambda: top.none(len(tokens_S))))
 
 
 def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) -> jax.Array:
@@ -263,7 +299,7 @@ def _rank(x_SV: jax.Array, tokens_S: jax.Array, inv_temperature_S: jax.Array) ->
     return jnp.sum(is_likelier_SV | ((more_SV == 0) & (ids_SV < tokens_S[:, None])), axis=-1, dtype=jnp.int32)
 
 
-def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, num_parts: int) -> Scored:
+def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, top: _Top) -> Scored:
     """The tokens under the model, whatever was done to its logits."""
     zeros_S = jnp.zeros(len(tokens_S), jnp.float32)
 
@@ -271,12 +307,12 @@ def _score(logits_SV: jax.Array, tokens_S: jax.Array, inputs: SampleInputs, num_
         peak_S, log_mass_S = _softmax_scale(logits_SV, 1.0)
         return peak_S, log_mass_S, _at(logits_SV, tokens_S) - peak_S - log_mass_S
 
-    def top() -> tuple[jax.Array, jax.Array]:
-        values_SX, ids_SX = _top(logits_SV, num_parts)
+    def find_top() -> tuple[jax.Array, jax.Array]:
+        values_SX, ids_SX = top.of(logits_SV)
         return ids_SX, values_SX - peak_S[:, None] - log_mass_S[:, None]
 
     peak_S, log_mass_S, logprobs_S = lax.cond(jnp.any(inputs.want_logprobs_S), logprobs, lambda: (zeros_S,) * 3)
-    tops = lax.cond(jnp.any(inputs.want_top_S), top, lambda: _no_top(len(tokens_S)))
+    tops = lax.cond(jnp.any(inputs.want_top_S), find_top, lambda: top.none(len(tokens_S)))
     return Scored(tokens_S, logprobs_S, jnp.ones_like(zeros_S), *tops)
 
 
@@ -328,27 +364,6 @@ def _softmax_scale(logits_SV: jax.Array, temperature: float) -> tuple[jax.Array,
 
 def _at(x_SV: jax.Array, tokens_S: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x_SV, tokens_S[:, None], axis=-1)[:, 0]
-
-
-def _top(x_SV: jax.Array, num_parts: int) -> tuple[jax.Array, jax.Array]:
-    """The largest values of each row and where they are; -inf at token 0 behind the last of a small vocabulary.
-
-    First of each part of the vocabulary: devices that have one each then exchange no logits.
-    """
-    num_samples, vocab_size = x_SV.shape
-    part = vocab_size // num_parts
-    values_SPX, places_SPX = lax.top_k(x_SV.reshape(num_samples, num_parts, part), min(NUM_TOP_LOGPROBS, part))
-    ids_SPX = places_SPX + jnp.arange(0, vocab_size, part, dtype=jnp.int32)[None, :, None]
-    width = min(NUM_TOP_LOGPROBS, vocab_size)
-    values_SX, order_SX = lax.top_k(values_SPX.reshape(num_samples, -1), width)
-    ids_SX = jnp.take_along_axis(ids_SPX.reshape(num_samples, -1), order_SX, axis=-1)
-    missing = ((0, 0), (0, NUM_TOP_LOGPROBS - width))
-    return jnp.pad(values_SX, missing, constant_values=-jnp.inf), jnp.pad(ids_SX, missing)
-
-
-def _no_top(num_samples: int) -> tuple[jax.Array, jax.Array]:
-    shape = (num_samples, NUM_TOP_LOGPROBS)
-    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
 
 def _same(logits_SV: jax.Array) -> jax.Array:

@@ -216,6 +216,7 @@ def build_runner(
         params,
         mesh=mesh,
         shapes=step_shapes(config),
+        max_logprobs=config.max_logprobs,
         max_rounds=config.max_rounds,
         windows=pool.windows,
         num_host_pages=pool.all_host_pages,

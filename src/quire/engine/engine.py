@@ -112,7 +112,11 @@ class Engine:
         self.scheduler.costs.seconds_per_move = runner.seconds_per_move
         self.scheduler.costs.pages_per_move = runner.pages_per_move
         self._validator = RequestValidator(
-            model, self.scheduler.tables, max_model_len=self.max_model_len, has_tokenizer=tokenizer is not None
+            model,
+            self.scheduler.tables,
+            max_model_len=self.max_model_len,
+            max_logprobs=config.max_logprobs,
+            has_tokenizer=tokenizer is not None,
         )
         self._grammars = GrammarCompiler(tokenizer, model.vocab_size, self.eos_ids) if tokenizer else None
         self._requests: dict[str, list[Sequence]] = {}

@@ -15,10 +15,13 @@ TOO_LONG = "context_length_exceeded"
 class RequestValidator:
     """Checks requests against one model and one pool. It only reads, so that any thread may call it."""
 
-    def __init__(self, model: ModelConfig, tables: PageTables, *, max_model_len: int, has_tokenizer: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, tables: PageTables, *, max_model_len: int, max_logprobs: int, has_tokenizer: bool
+    ) -> None:
         self._model = model
         self._tables = tables
         self._max_model_len = max_model_len
+        self._max_logprobs = max_logprobs
         self._has_tokenizer = has_tokenizer
 
     def max_tokens(self, request: Request) -> int:
@@ -27,6 +30,12 @@ class RequestValidator:
             raise RequestError(f"{request!r} must be a Request(id=..., prompt_token_ids=..., params=...)")
         self._check_token_ids(request)
         params = request.params
+        if params.logprobs is not None and params.logprobs > self._max_logprobs:
+            message = (
+                f"logprobs={params.logprobs} is more than the engine's max_logprobs={self._max_logprobs}; ask for "
+                f"fewer alternatives, or start the engine with max_logprobs={params.logprobs}"
+            )
+            raise RequestError(message, field="logprobs", request_id=request.id)
         if params.stop_strings and not self._has_tokenizer:
             message = "stop holds a string and there is no tokenizer; use token ids"
             raise RequestError(message, field="stop", request_id=request.id)

@@ -14,13 +14,14 @@ from quire.core.request import MAX_PRIORITY, MAX_SALT_LEN
 from quire.core.sampling_params import (
     DECLARED,
     MAX_LOGIT_BIASES,
-    MAX_LOGPROBS,
     MAX_STOP_IDS,
     MAX_TOKEN_ID,
     MAX_WIRE_TOKENS,
     Range,
 )
 
+MAX_TOP_LOGPROBS = 20
+"""Alternatives of a token, as in OpenAI's API, also where the engine's `max_logprobs` is higher."""
 MAX_PROMPTS = 64
 MAX_INPUTS = 2048
 """Prompts of one request for embeddings."""
@@ -171,7 +172,7 @@ class CompletionRequest(Sampling, kw_only=True):
     """Text, several texts, token ids, or several lists of token ids."""
     echo: bool | None = None
     """Begin the text with the prompt."""
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Report each token's log-probability, and so many alternatives."""
     best_of: Literal[1] | None = None
     """Not supported: all `n` sequences are returned."""
@@ -260,7 +261,7 @@ class ChatRequest(Sampling, kw_only=True):
     """The same as `max_tokens`."""
     logprobs: bool | None = None
     """Report each token's log-probability."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """With `logprobs`: report so many alternatives, too."""
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     """The form of the answer: any text, any JSON object, or JSON of a schema."""
@@ -398,7 +399,7 @@ class ResponsesRequest(Sampling, kw_only=True):
     """Whether the model may or must call a function, or which."""
     parallel_tool_calls: bool | None = None
     """Whether the answer may hold several calls; if not, those after the first are left out."""
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     """Report each token's log-probability, and so many alternatives."""
     include: Annotated[list[Included], Meta(max_length=16)] | None = None
     """`message.output_text.logprobs` to report each token's log-probability."""
