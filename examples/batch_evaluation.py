@@ -9,6 +9,9 @@ import sys
 
 from quire import LLM, SamplingParams
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 EXAMPLES = "Q: What is the capital of Norway?\nA: Oslo\n\nQ: What is the capital of Peru?\nA: Lima\n\n"
 CAPITALS = {

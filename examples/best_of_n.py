@@ -8,6 +8,9 @@ import sys
 
 from quire import LLM, SamplingParams
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 with LLM(MODEL, dtype="float32", max_model_len=256, max_num_seqs=16) as llm:

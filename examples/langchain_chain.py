@@ -11,6 +11,9 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 URL = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
 model = ChatOpenAI(base_url=URL, api_key="none", model="smollm2", temperature=0, max_tokens=48)
 

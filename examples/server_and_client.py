@@ -13,6 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 from openai import OpenAI
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 COUNTRIES = ["France", "Italy", "Japan", "Egypt", "Spain", "Germany", "Norway", "Peru"]
 

@@ -7,6 +7,9 @@ import sys
 
 from quire import LLM, SamplingParams
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 QUESTIONS = sys.argv[2:] or ["What is the capital of France?", "And of Italy?"]
 

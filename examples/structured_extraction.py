@@ -8,6 +8,9 @@ import sys
 
 from quire import LLM, SamplingParams, Structured
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 TEXTS = [
     "Ada Lovelace was born in London in 1815 and wrote the first program.",

@@ -9,6 +9,9 @@ import sys
 
 from quire import LLM, Request, SamplingParams
 
+if "--help" in sys.argv:
+    print(__doc__)
+    sys.exit()
 MODEL = sys.argv[1] if len(sys.argv) > 1 else "SmolLM2-135M-Instruct.Q4_1.gguf"
 WIDTH, FORKS, LENGTH, STEP = 2, 3, 24, 4  # sequences kept, forks of each, tokens in all, tokens between two choices
 

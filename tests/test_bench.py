@@ -3,7 +3,9 @@
 import asyncio
 import errno
 import json
+import socket
 import ssl
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +157,22 @@ def test_steps_are_calibrated_and_sizes_that_do_not_fit_are_refused_at_once(llm)
     with pytest.raises(ValueError, match=f"prompt_len=999 .* max_model_len={llm.engine.max_model_len}"):
         calibrate(llm, prompt_len=999, **sizes)
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["head", "stream"])
+def test_a_connection_that_the_server_resets_is_an_error_with_its_address(sent):
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(sent)
+        await writer.drain()
+        linger = struct.pack("ii", 1, 0)  # closing sends RST
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+            with pytest.raises(http_client.UnreachableError, match=f"{url} broke the connection: Connection reset"):
+                await http_client.complete(url, {"prompt": "x"})
+
+    asyncio.run(ask())

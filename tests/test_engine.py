@@ -105,7 +105,7 @@ def test_mistakes_in_a_call_name_what_was_expected(llm):
         LLM("nowhere", zzz=3)
     with pytest.raises(ValueError, match=r"20 missing: model.layers.0.+ model.norm.weight, lm_head.weight$"):
         LLM.from_params(config, {"model.embed_tokens.weight": params["embed"]})
-    with pytest.raises(ValueError, match="no 'embed' and no Hugging Face names, but 'weights'"):
+    with pytest.raises(ValueError, match="no 'embed' and no Hugging Face names, it has 'weights'"):
         LLM.from_params(config, {"weights": params})
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from quire import SamplingParams
 from quire.cli import main
+from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.scheduler_config import SchedulerConfig
 from quire.simulate import traffic as traffic_module
@@ -103,6 +104,13 @@ def test_nothing_is_left_and_nobody_is_lost():
     assert all(last >= first for last, first in zip(outcome.last_token, outcome.first_token, strict=True))
     wanted = [arrival.new_tokens[0] for arrival in some_traffic(300, rate=100).arrivals]
     assert list(outcome.num_tokens) == wanted
+
+
+@pytest.mark.parametrize("lengths", [[100], [100, 2], [2, 100]])
+def test_a_request_of_which_one_sample_can_never_fit_is_refused(lengths):
+    config = SchedulerConfig(page_size=4, num_pages=4, max_num_seqs=4, max_num_batched_tokens=16, max_num_samples=16)
+    with pytest.raises(RequestError, match=r"needs 26 pages for a prompt of 4 \+ 100 new tokens"):
+        run_fleet(Traffic([Arrival(0.0, 4, lengths)]), config, CALIBRATION)
 
 
 def test_a_simulation_repeats_itself():

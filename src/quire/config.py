@@ -137,6 +137,7 @@ class EngineConfig:
     __repr__ = short_repr
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _dtype_name(self.dtype))
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("attention", self.attention, ATTENTION_BACKENDS)
         _one_of("matmul", self.matmul, MATMULS)
@@ -275,7 +276,8 @@ class EngineKnobs(TypedDict, total=False):
     But for `mesh`: those functions have a parameter of that name, which may also be a `jax.sharding.Mesh`.
     """
 
-    dtype: str
+    dtype: Any
+    """`"bfloat16"`, `"float32"`, or a dtype of numpy or jax such as `jnp.float32`."""
     quantize: str | None
     page_size: int
     num_pages: int | None
@@ -588,6 +590,11 @@ def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         message = f"{name}={value!r} must be a whole number from {low:,} to {high:,}{otherwise}"
         raise FieldError(message, field=field or name)
+
+
+def _dtype_name(dtype: Any) -> Any:
+    """Return the name of a dtype of numpy or jax, such as `jnp.float32`; another value as it is."""
+    return dtype.__name__ if isinstance(dtype, type) else getattr(dtype, "name", dtype)
 
 
 def _positive(name: str, value: Any, high: float) -> None:

@@ -37,7 +37,8 @@ from quire.embedding import EmbeddingConfig, Pooling, check_dimensions
 from quire.engine.draft_model import DraftModel, check_vocabulary, naming_draft
 from quire.engine.engine import Engine
 from quire.engine.host_memory import check_room_for_weights, describe_memory
-from quire.field_error import FieldError
+from quire.engine.ownership import check_process
+from quire.field_error import FieldError, refuse_unknown_arguments
 from quire.interrupts import Interrupts
 from quire.job import GenerationInterrupted, Job, ReadyPrompt, naming_prompt
 from quire.machine import read_memory, resident_bytes
@@ -118,8 +119,7 @@ class LLM:
         is bfloat16 by default, whatever type they have.
         """
         is_named = has_tensor_names(params)
-        if not is_named and "embed" not in params:
-            raise ValueError(f"params has no 'embed' and no Hugging Face names, but {', '.join(map(repr, params))}")
+        _check_given(params, tokenizer, is_named)
         config = _config(mesh, knobs)
         if config.num_processes > 1:
             raise FieldError(
@@ -191,6 +191,7 @@ class LLM:
         """The engine underneath."""
         if self._engine is None:
             raise RuntimeError("this LLM is closed")
+        check_process(self._engine.pid)
         return self._engine
 
     @property
@@ -266,6 +267,7 @@ class LLM:
 
     # -- use -----------------------------------------------------------------------------------------------------
 
+    @refuse_unknown_arguments
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -302,6 +304,7 @@ class LLM:
                 error.add_note(f"{len(outputs)} prompts had finished: they are in the `outputs` of this error")
             raise
 
+    @refuse_unknown_arguments
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -324,6 +327,7 @@ class LLM:
         ready = self._ready(given, each, cache_salt=cache_salt)
         return self._run(Job(ready, self._progress(progress, num_sequences)), Interrupts())
 
+    @refuse_unknown_arguments
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str = ""
     ) -> Iterator[TextChunk]:
@@ -354,6 +358,7 @@ class LLM:
         cache_salt: str = "",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
+    @refuse_unknown_arguments
     def chat(self, messages: Sequence[Any], params: Any = None, *, cache_salt: str = "", progress: bool = False) -> Any:
         """Answer a conversation, or each of a list of them, rendered by the model's own chat template.
 
@@ -361,8 +366,9 @@ class LLM:
         """
         if not messages:
             raise ValueError("messages is empty: give a conversation, or a list of conversations")
-        if isinstance(messages, str):
-            raise ValueError('messages is a string: give messages, such as [{"role": "user", "content": "Hello"}]')
+        if isinstance(messages, str | Mapping):
+            kind = "a string" if isinstance(messages, str) else "one message"
+            raise ValueError(f'messages is {kind}: give messages, such as [{{"role": "user", "content": "Hello"}}]')
         is_one = isinstance(messages[0], Mapping)
         prompts = self._chat_prompts([messages] if is_one else messages)
         outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
@@ -507,7 +513,8 @@ class LLM:
         for index, given in enumerate(prompts):
             prompt, params = plain(given), next(each, None)
             if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
-                raise ValueError(f"prompts[{index}]={prompt!r} must be text or a list of token ids")
+                hint = "; messages are for LLM.chat" if isinstance(prompt, Mapping) and "role" in prompt else ""
+                raise ValueError(f"prompts[{index}]={prompt!r} must be text or a list of token ids{hint}")
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"params[{index}]={params!r} must be SamplingParams(...), one for each prompt")
             with naming_prompt(index):
@@ -580,6 +587,29 @@ def _config(mesh: Mesh | EngineMesh | str | None, knobs: EngineKnobs) -> EngineC
         message = "mesh is a Mesh, and which devices a group has is known when all processes have come: give 'model=N'"
         raise FieldError(message, field="mesh")
     return config
+
+
+def _check_given(params: Mapping[str, Any], tokenizer: Any, is_named: bool) -> None:
+    """Raise ValueError for weights or a tokenizer that `from_params` cannot take, with how to make them."""
+    how = (
+        "give a dict as in docs/weights.md, or tensors under their Hugging Face names; quire.weights converts trees of "
+        "other libraries"
+    )
+    if hasattr(params, "to_pure_dict"):  # flax.nnx.State, whose leaves are variables
+        raise ValueError(
+            f"params is of type {type(params).__name__}, a state of Flax: begin with params.to_pure_dict(); {how}"
+        )
+    if not is_named and "embed" not in params:
+        names = ", ".join(map(repr, itertools.islice(params, 8)))
+        raise ValueError(
+            f"params has no 'embed' and no Hugging Face names, it {f'has {names}' if names else 'is empty'}: {how}"
+        )
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        message = (
+            f"tokenizer={tokenizer!r} must be a quire Tokenizer: make one of a model's folder with "
+            "quire.checkpoint.tokenizer_files.tokenizer_from_folder(Path(folder))"
+        )
+        raise FieldError(message, field="tokenizer")
 
 
 def _devices(mesh: Mesh | EngineMesh | str | None) -> Mesh:

@@ -203,10 +203,11 @@ def test_what_is_told_is_what_the_pool_holds():
 
 
 def test_the_engines_knobs_are_stated_once():
-    """`LLM` takes every field of the config by its type, and has no default of its own for any. A mesh may also be
-    jax's own, of which the config knows nothing.
+    """`LLM` takes every field of the config by its type, and has no default of its own for any. A mesh and a dtype may
+    also be jax's own, of which the config knows nothing.
     """
     fields = {field.name: field.type for field in dataclasses.fields(EngineConfig) if field.name != "mesh"}
+    fields["dtype"] = typing.Any
     assert typing.get_type_hints(EngineKnobs) == fields
     taken = inspect.signature(LLM.__init__).parameters
     assert not set(taken) & set(fields)

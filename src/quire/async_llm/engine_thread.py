@@ -6,6 +6,7 @@ order, wherever the mailbox makes them.
 
 import atexit
 import logging
+import os
 import queue
 import threading
 import time
@@ -28,6 +29,7 @@ from quire.core.sequence import Sequence as TokenSequence
 from quire.core.sequence import TokenEvent, TokenLogprob
 from quire.core.stopping import FinishReason, Grammar
 from quire.engine.engine import Engine
+from quire.engine.ownership import check_process
 from quire.engine.pace import Dispatch
 from quire.llm import LLM
 from quire.outputs import new_text
@@ -110,6 +112,8 @@ class EngineThread:
         self._on_step = on_step
         self._inbox: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._pid: int | None = None
+        """The process in which the thread was started."""
         self._failing_until = 0.0
         self._lock = threading.Lock()
         self._is_over = False
@@ -134,6 +138,7 @@ class EngineThread:
         """Begin to load the model, if that has not begun."""
         with self._lock:
             if self._thread.ident is None:
+                self._pid = os.getpid()
                 self._thread.start()
                 atexit.register(self.stop, STALLED_AFTER_S)  # Python must not end in the middle of a step
 
@@ -143,9 +148,16 @@ class EngineThread:
 
     def stop(self, timeout_s: float) -> None:
         """Close the model and wait for the thread to end; one that hangs is left behind."""
+        if self._pid != os.getpid():  # not started, or forked since
+            return
         self.ask_to_stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
+
+    def check_process(self) -> None:
+        """Raise RuntimeError in a process that was forked from the one in which the thread runs."""
+        if self._pid is not None:
+            check_process(self._pid)
 
     @property
     def is_current(self) -> bool:
@@ -235,6 +247,7 @@ class EngineThread:
         return future
 
     def _put(self, run: Callable[[Engine], None], fail: Callable[[UnavailableError], None]) -> None:
+        self.check_process()
         with self._lock:
             if not self._is_over:
                 self._inbox.put(_Command(run, fail))

@@ -5,6 +5,7 @@ what is asked for is decoded.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import ssl
@@ -53,8 +54,7 @@ async def complete(url: str, body: dict[str, Any], *, key: str | None = None, le
     """Stream a completion to its end, or leave after so many events."""
     reply = Reply(sent_at=time.perf_counter())
     target = urlsplit(url)
-    reader, writer = await _connect(url)
-    try:
+    async with _connected(url) as (reader, writer):
         content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
         head = f"POST {target.path.rstrip('/')}/completions HTTP/1.1\r\nHost: {target.netloc}\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
@@ -72,8 +72,6 @@ async def complete(url: str, body: dict[str, Any], *, key: str | None = None, le
             _take(reply, event)
             if leave_after is not None and len(reply.times) >= leave_after:
                 return reply
-    finally:
-        writer.close()
     return reply
 
 
@@ -103,8 +101,7 @@ async def at_times(url: str, bodies: Sequence[tuple[float, dict[str, Any]]], key
 async def get(url: str, path: str, key: str | None = None) -> Any:
     """The JSON at a path below the URL."""
     target = urlsplit(url)
-    reader, writer = await _connect(url)
-    try:
+    async with _connected(url) as (reader, writer):
         head = f"GET {target.path.rstrip('/')}{path} HTTP/1.0\r\nHost: {target.netloc}\r\n"
         head += f"Authorization: Bearer {key}\r\n" if key else ""
         writer.write(f"{head}\r\n".encode())
@@ -117,6 +114,18 @@ async def get(url: str, path: str, key: str | None = None) -> Any:
             return json.loads(body)
         except ValueError:
             raise ValueError(f"{url}{path} answers no JSON: is this the address of an OpenAI-compatible API?") from None
+
+
+@contextlib.asynccontextmanager
+async def _connected(url: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect for the length of the block. A connection that the server breaks raises UnreachableError."""
+    reader, writer = await _connect(url)
+    try:
+        yield reader, writer
+    except UnreachableError:
+        raise
+    except OSError as error:
+        raise UnreachableError(f"{url} broke the connection: {_reason(error)}") from None
     finally:
         writer.close()
 
@@ -136,7 +145,7 @@ async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 def _reason(error: OSError) -> str:
     """Why there is no connection, in a few words."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:
         return f"no response in {CONNECT_TIMEOUT_S} s"
     if isinstance(error, ssl.SSLError) or error.errno is None or error.errno < 0:  # their numbers are not the system's
         return error.strerror or str(error)

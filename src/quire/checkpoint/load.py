@@ -6,6 +6,7 @@ revision `org/name@v1.0`, of a GGUF repository `org/name:Q4_K_M`. Nothing in any
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -95,10 +96,19 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 
 def find_model(model: str | Path, revision: str | None = None, *, quiet: bool = False) -> Path:
     """The folder or GGUF file a MODEL means, fetched from the hub if need be; `quiet` prints nothing of that."""
+    if not isinstance(model, str | PathLike) or model == "":
+        raise ValueError(f"MODEL {model!r} must be a folder, a GGUF file or a name on the hub, such as org/name")
     path = Path(model).expanduser().absolute()
     if path.is_dir() or path.is_file():
         if revision is not None:
             raise ValueError(f"revision={revision!r} is for models on the hub; {str(model)!r} is on this disk")
+        if path.is_dir() and not (path / "config.json").exists() and (files := sorted(path.glob("*.gguf"))):
+            named = (
+                f"give the file, {str(files[0])!r}"
+                if len(files) == 1
+                else f"give one of {len(files)}, {str(files[0])!r}"
+            )
+            raise ValueError(f"MODEL {str(model)!r} is a folder with GGUF files and no config.json: {named}")
         return path
     name = parse_name(str(model), revision) if isinstance(model, str) else None
     if name is None or name.repo.endswith((".gguf", ".safetensors")):

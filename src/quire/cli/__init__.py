@@ -8,7 +8,9 @@ import dataclasses
 import difflib
 import logging
 import os
+import select
 import shutil
+import signal
 import sys
 import types
 import typing
@@ -49,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(name)s: %(message)s")
     logging.getLogger("quire").setLevel(logging.INFO)
     try:
-        return _run(args)
+        status = _run(args)
+        sys.stdout.flush()
+        return status
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
@@ -59,6 +63,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
+    except OSError as error:
+        return _report(error)
+
+
+def _report(error: OSError) -> int:
+    """Print the error that ended a command; return its exit status, as of SIGPIPE if the output's reader is gone."""
+    try:
+        sys.stdout.flush()  # fails again if it did before
+        if not (isinstance(error, BrokenPipeError) and _is_stdout_closed()):
+            what = f"{error.filename} cannot be used: " if error.filename else ""
+            print(f"quire: {what}{error.strerror or str(error) or type(error).__name__}", file=sys.stderr)
+            return 1
+        status = 128 + signal.SIGPIPE
+    except BrokenPipeError:
+        status = 128 + signal.SIGPIPE
+    except OSError as of_stdout:
+        print(f"quire: standard output cannot be used: {of_stdout.strerror}", file=sys.stderr)
+        status = 1
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left of the output goes nowhere at exit
+    return status
+
+
+def _is_stdout_closed() -> bool:
+    """True if the reader of standard output is gone. Without a buffer (`python -u`), flushing does not show it."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 def build_parser() -> argparse.ArgumentParser:

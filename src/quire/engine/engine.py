@@ -3,6 +3,7 @@
 `Engine.step` is the whole loop: schedule, pack, run, commit. An engine belongs to the thread that made it.
 """
 
+import os
 import secrets
 import threading
 import time
@@ -87,7 +88,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len(config.max_model_len, model)
         self.eos_ids = end_tokens(model, tokenizer)
-        self._owner = threading.get_ident()
+        self._owner, self.pid = threading.get_ident(), os.getpid()
         self.is_busy = False
         """Whether a call is under way: whoever gets in between, such as a destructor, must not change anything."""
         self.is_closed = False
@@ -146,7 +147,7 @@ class Engine:
     @property
     def is_owned_here(self) -> bool:
         """Whether this is the thread that may call."""
-        return threading.get_ident() == self._owner
+        return threading.get_ident() == self._owner and os.getpid() == self.pid
 
     @property
     def failure(self) -> Exception | None:

@@ -252,6 +252,7 @@ class Rollouts:
             raise UnavailableError("the rollouts are closed")
 
     def _check_thread(self) -> None:
+        self._thread.check_process()
         if self._thread.is_current:
             raise RuntimeError("a callback of a future runs on the engine's thread, which cannot wait for itself")
 
@@ -268,6 +269,7 @@ class Rollouts:
 
     async def __aiter__(self) -> AsyncIterator[RolloutGroup]:
         """Hand out groups as they end, until none is under way. A group that failed raises its error."""
+        self._thread.check_process()
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:

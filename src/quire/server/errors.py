@@ -64,6 +64,8 @@ def as_api_error(error: Exception) -> ApiError:
         return _invalid(str(error))
     if isinstance(error, msgspec.DecodeError):
         return ApiError(400, f"the body is not JSON: {error}", code="invalid_json")
+    if isinstance(error, UnicodeDecodeError):
+        return ApiError(400, f"the body is not UTF-8: {error.reason}", code="invalid_json")
     if isinstance(error, RecursionError):
         return ApiError(400, "the body is nested too deeply", code="invalid_json")
     if isinstance(error, ClientDisconnect):

@@ -74,6 +74,7 @@ class SimulatedEngine:
         """Take a request."""
         lengths = arrival.new_tokens
         first = stand_in(number, arrival.prompt_len, max(lengths), n=len(lengths), **arrival.more)
+        self.scheduler.tables.check_fits(first.request.id, arrival.prompt_len, max(lengths))
         for _ in lengths[1:]:
             first.fork()
         for member, length in zip(first.family, lengths, strict=True):

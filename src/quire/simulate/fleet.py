@@ -179,6 +179,8 @@ def _run_fleet(
             if reason is not None:
                 last_token[request] = now
         begin(i, now)
+    if any(engine.queued_tokens for engine in engines):
+        raise RuntimeError("the simulation ended before its requests did")
     for engine in engines:
         outcome.busy_seconds += engine.busy_seconds
         outcome.steps += engine.num_steps

@@ -19,8 +19,8 @@ KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 class Structured:
     """A form that the generated text must have, from its first character to its last. Exactly one is given."""
 
-    json_schema: Mapping[str, Any] | str | None = None
-    """JSON that this JSON Schema allows, properties in the schema's order. Kept as text."""
+    json_schema: Mapping[str, Any] | str | type | None = None
+    """JSON that this JSON Schema allows, properties in the schema's order; or a Pydantic model. Kept as text."""
     json_object: bool = False
     """Any JSON object."""
     regex: str | None = None
@@ -87,6 +87,8 @@ def _checked(kind: str, where: str, value: Any) -> Any:
 
 def _schema_text(where: str, schema: Any) -> str:
     """The schema as JSON, and nothing but JSON: it becomes a part of a larger text."""
+    if isinstance(schema, type) and hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()  # a Pydantic model
     if not isinstance(schema, str | Mapping):
         raise ValueError(f"{where} must be an object, or one as JSON text, got {type(schema).__name__}")
     if isinstance(schema, str):

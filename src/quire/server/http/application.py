@@ -1,5 +1,6 @@
 """Routes as an ASGI application: behind the guard, with every error in OpenAI's shape."""
 
+import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,18 @@ async def _error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
-    messages = {404: "there is no such route", 405: f"this route does not take {request.method}"}
+    messages = {404: _routes_instead(request), 405: f"this route does not take {request.method}"}
     message = messages.get(error.status_code, error.detail)
     return await _error(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+def _routes_instead(request: HttpRequest) -> str:
+    """Say that there is no such route, and which there are. The guard has let the caller in: nothing is revealed."""
+    paths = sorted({route.path for route in request.app.routes if isinstance(route, Route)})
+    given = "/" + request.url.path.strip("/")
+    versioned = f"/v1{given}"
+    near = [versioned] if versioned in paths else difflib.get_close_matches(given, paths, n=1, cutoff=0.7)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    if near == [versioned]:
+        hint += " The base URL of a client ends in /v1"
+    return f"there is no such route{hint}; there are {', '.join(paths)}"

@@ -119,7 +119,10 @@ class BodyReader:
         try:
             value = msgspec.json.decode(known, type=kind)
         except msgspec.ValidationError as error:
-            raise _with_fix(error) from None
+            shown = _with_fix(error)
+            if shown.code == "missing_field" and search.names:
+                shown.message += f"; the body has {', '.join(search.names)}, which this route does not know"
+            raise shown from None
         self._log(search.names)
         return value, search.names
 
@@ -133,6 +136,8 @@ class BodyReader:
 def _with_fix(error: msgspec.ValidationError) -> ApiError:
     """The response for a value that its field does not take, with what to do about it."""
     shown = as_api_error(error)
+    if shown.code == "missing_field":
+        return shown  # the fixes are for values that are there
     if fix := FIXES.get(re.sub(r"\[[^\]]*\]", "[]", shown.param or "")):
         shown.message += f"; {fix}"
     return shown
