@@ -172,7 +172,7 @@ def test_a_grammar_that_was_compiled_is_not_compiled_again():
 
 def test_chat_is_rendered_by_the_template():
     class Chatting(LLM):
-        def chat_prompt(self, messages):
+        def chat_prompt(self, messages, **options):
             return self.tokenizer.encode("".join(message["content"] for message in messages))
 
     def open_llm() -> LLM:

@@ -19,12 +19,18 @@ from quire.progress import JobProgress
 
 
 class GenerationInterrupted(KeyboardInterrupt):
-    """Ctrl-C while prompts were running: they are aborted, and what had finished is here."""
+    """Ctrl-C while prompts were running. They are aborted; this exception has every output there is."""
 
-    def __init__(self, outputs: Sequence[RequestOutput]) -> None:
+    def __init__(self, outputs: Sequence[RequestOutput], partial: Sequence[RequestOutput] = ()) -> None:
         self.outputs = list(outputs)
-        """In the order of the prompts; `index` says which each one answers."""
-        super().__init__(f"{len(self.outputs)} prompts had finished: they are in the `outputs` of this exception")
+        """Outputs of prompts that had finished, in the order of the prompts; `index` is the prompt's."""
+        self.partial = list(partial)
+        """Outputs of prompts that were running, as far as they had come: `finish_reason` of an unfinished sequence is
+        "abort". A prompt without a generated token is left out."""
+        begun = f", and {len(self.partial)} had begun: they are in its `partial`" if self.partial else ""
+        super().__init__(
+            f"{len(self.outputs)} prompts had finished: they are in the `outputs` of this exception{begun}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Job:
     def __init__(self, prompts: Iterator[ReadyPrompt], progress: JobProgress) -> None:
         self.finished: deque[RequestOutput] = deque()
         """What has ended and has not been taken."""
+        self.partial: list[RequestOutput] = []
+        """Outputs of prompts that `abort` ended after their first token."""
         self._prompts: Iterator[ReadyPrompt] | None = prompts
         """None when there are no more to read."""
         self._error: Exception | None = None
@@ -82,8 +90,7 @@ class Job:
         for index, running in list(self._running.items()):
             running.alive = [sequence for sequence in running.alive if sequence.finish_reason is None]
             if not running.alive:
-                prompt = running.prompt
-                self.finished.append(request_output(running.sequences, index=prompt.index, prompt=prompt.text))
+                self.finished.append(_output(running))
                 del self._running[index]
                 self._num_done += len(running.sequences)
                 self._prompt_tokens += running.sequences[0].prompt_len
@@ -96,6 +103,9 @@ class Job:
             _, running = self._running.popitem()
             if engine is not None:  # if it was closed, everything has ended
                 engine.abort_now_or_soon(running.prompt.request.id)
+            has_ended = all(sequence.finish_reason for sequence in running.sequences)
+            if has_ended and any(sequence.num_output for sequence in running.sequences):
+                self.partial.append(_output(running))
         self._progress.close(self._num_done)
 
     def _admit(self, engine: Engine, interrupts: Interrupts) -> None:
@@ -123,6 +133,10 @@ class Job:
             prompt += first.prompt_len if is_computed else min(first.num_computed, first.prompt_len)
             generated += sum(sequence.num_output for sequence in running.sequences)
         return prompt, generated
+
+
+def _output(running: _Running) -> RequestOutput:
+    return request_output(running.sequences, index=running.prompt.index, prompt=running.prompt.text)
 
 
 @contextmanager

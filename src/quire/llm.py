@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from quire.checkpoint.load import LoadedModel, find_model, load_model, read_config
+from quire.checkpoint.tokenizer_files import ChatTemplateFile, read_chat_template
 from quire.config import MAX_DIMENSION, EngineConfig, EngineKnobs, ModelConfig, check_whole, engine_config
 from quire.core.default_params import default_params, describe
 from quire.core.request import Request
@@ -64,6 +65,7 @@ class LLM:
         *,
         revision: str | None = None,
         mesh: Mesh | EngineMesh | str | None = None,
+        chat_template: str | Path | None = None,
         quiet: bool = False,
         **knobs: Unpack[EngineKnobs],
     ) -> None:
@@ -76,8 +78,10 @@ class LLM:
         experts. `quiet` prints nothing, now and while it generates.
 
         `mesh` says which devices the model is split over: "model=4" for the first four, or a `jax.sharding.Mesh` of one
-        axis, `model`. By default it runs on one.
+        axis, `model`. By default it runs on one. `chat_template` is a file with a Jinja template to use instead of the
+        model's own.
         """
+        template = None if chat_template is None else read_chat_template(Path(chat_template))
         config = _config(mesh, knobs)
         devices = _devices(mesh) if config.num_processes == 1 else None
         path = find_model(model, revision, quiet=quiet)
@@ -92,7 +96,7 @@ class LLM:
             self._start(
                 loaded.config,
                 loaded.params,
-                loaded.tokenizer,
+                loaded.tokenizer if template is None else _with_template(loaded.tokenizer, template),
                 config,
                 devices,
                 quiet,
@@ -281,7 +285,8 @@ class LLM:
         A prompt is text or token ids; `params` is one for all or one for each, and without any `default_params`. Every
         prompt is checked before the first one runs. Prefixes are found in the cache only under the same `cache_salt`.
         Ctrl-C aborts what this call started and raises GenerationInterrupted, a KeyboardInterrupt whose `outputs` are
-        those that had finished. An error in the middle has `outputs` as well.
+        those that had finished and whose `partial` are those that had begun. An error in the middle has `outputs`
+        as well.
         """
         return self._generate(prompts, params, progress=progress, cache_salt=cache_salt)
 
@@ -297,7 +302,8 @@ class LLM:
                     outputs.append(output)
             return _in_order(outputs)
         except KeyboardInterrupt:
-            raise GenerationInterrupted(_in_order([*outputs, *(job.finished if job else ())])) from None
+            finished, partial = (job.finished, job.partial) if job else ((), ())
+            raise GenerationInterrupted(_in_order([*outputs, *finished]), _in_order(partial)) from None
         except Exception as error:
             if job:
                 error.outputs = _in_order(outputs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -319,7 +325,7 @@ class LLM:
         than memory holds. Nothing runs but while an output is asked for, and leaving the loop aborts what runs.
         A prompt that can never run ends the reading, as an error of the generator does: it is raised once every prompt
         before it has been handed out. Ctrl-C raises GenerationInterrupted; its `outputs` had finished and were still to
-        be handed out.
+        be handed out, its `partial` had begun.
         """
         self.engine  # noqa: B018 - raises if it is closed
         given = _prompts(prompts)
@@ -346,6 +352,9 @@ class LLM:
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        stream: Literal[False] = False,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
         progress: bool = False,
     ) -> RequestOutput: ...
@@ -355,14 +364,42 @@ class LLM:
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        stream: Literal[False] = False,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         cache_salt: str = "",
         progress: bool = False,
     ) -> list[RequestOutput]: ...
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        stream: Literal[True],
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> Iterator[TextChunk]: ...
     @refuse_unknown_arguments
-    def chat(self, messages: Sequence[Any], params: Any = None, *, cache_salt: str = "", progress: bool = False) -> Any:
+    def chat(
+        self,
+        messages: Sequence[Any],
+        params: Any = None,
+        *,
+        stream: bool = False,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str = "",
+        progress: bool = False,
+    ) -> Any:
         """Answer a conversation, or each of a list of them, rendered by the model's own chat template.
 
         One conversation is a list of messages and has one answer; a list of conversations has a list of answers.
+        `stream=True` returns an iterator of TextChunk instead, for one conversation, as `stream` does. `tools` are
+        function descriptions in OpenAI's format; a call is in the text as the model writes it. `chat_template_kwargs`
+        are further variables of the template, such as `{"enable_thinking": False}`.
         """
         if not messages:
             raise ValueError("messages is empty: give a conversation, or a list of conversations")
@@ -370,13 +407,27 @@ class LLM:
             kind = "a string" if isinstance(messages, str) else "one message"
             raise ValueError(f'messages is {kind}: give messages, such as [{{"role": "user", "content": "Hello"}}]')
         is_one = isinstance(messages[0], Mapping)
-        prompts = self._chat_prompts([messages] if is_one else messages)
+        how = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        if stream:
+            if not is_one:
+                raise ValueError("stream=True takes one conversation: leave it out for a list of conversations")
+            return self.stream(self.chat_prompt(messages, **how), params, cache_salt=cache_salt)
+        prompts = self._chat_prompts([messages] if is_one else messages, **how)
         outputs = self.generate(prompts, params, cache_salt=cache_salt, progress=progress)
         return outputs[0] if is_one else outputs
 
-    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins; messages cannot write control tokens."""
-        return self.tokenizer.encode_chat(messages)
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to where the answer begins; messages cannot write control tokens.
+
+        `tools` and `chat_template_kwargs` are those of `chat`.
+        """
+        return self.tokenizer.encode_chat(messages, **_template_variables(tools, chat_template_kwargs))
 
     @overload
     def score(
@@ -523,10 +574,10 @@ class LLM:
             request = Request(id=f"{call}-{index}", prompt_token_ids=token_ids, params=params, **fields)
             yield ReadyPrompt(index, request, text)
 
-    def _chat_prompts(self, conversations: Sequence[Sequence[Message]]) -> Iterator[list[int]]:
+    def _chat_prompts(self, conversations: Sequence[Sequence[Message]], **how: Any) -> Iterator[list[int]]:
         for index, messages in enumerate(conversations):
             with naming_prompt(index, of="messages"):
-                prompt = self.chat_prompt(messages)
+                prompt = self.chat_prompt(messages, **how)
             yield prompt
 
     def _progress(self, progress: bool, num_sequences: int | None) -> JobProgress:
@@ -547,7 +598,7 @@ class LLM:
             with interrupts:
                 job.collect()
                 job.abort(self._engine)
-                raise GenerationInterrupted(_in_order(job.finished)) from None
+                raise GenerationInterrupted(_in_order(job.finished), _in_order(job.partial)) from None
         finally:
             with interrupts:
                 job.abort(self._engine)
@@ -610,6 +661,29 @@ def _check_given(params: Mapping[str, Any], tokenizer: Any, is_named: bool) -> N
             "quire.checkpoint.tokenizer_files.tokenizer_from_folder(Path(folder))"
         )
         raise FieldError(message, field="tokenizer")
+
+
+def _with_template(tokenizer: Tokenizer | None, template: ChatTemplateFile) -> Tokenizer:
+    if tokenizer is None:
+        raise FieldError("chat_template is given, and this model has no tokenizer", field="chat_template")
+    return tokenizer.with_chat_template(template.source, template.name)
+
+
+def _template_variables(
+    tools: Sequence[Message] | None, chat_template_kwargs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the variables of a chat template beside the messages; FieldError if they cannot be that."""
+    if tools is not None and (isinstance(tools, str | Mapping) or not all(isinstance(one, Mapping) for one in tools)):
+        raise FieldError(f"tools={tools!r} must be a list of function descriptions as dicts", field="tools")
+    if not isinstance(chat_template_kwargs, Mapping | None):
+        message = f"chat_template_kwargs={chat_template_kwargs!r} must be a dict of variables for the chat template"
+        raise FieldError(message, field="chat_template_kwargs")
+    kwargs = dict(chat_template_kwargs or {})
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in kwargs:
+            message = f"chat_template_kwargs: {name!r} may not be set; messages and tools are arguments of their own"
+            raise FieldError(message, field="chat_template_kwargs")
+    return kwargs if tools is None else kwargs | {"tools": list(tools)}
 
 
 def _devices(mesh: Mesh | EngineMesh | str | None) -> Mesh:

@@ -68,6 +68,7 @@ class AsyncLLM:
         *,
         revision: str | None = None,
         mesh: Mesh | str | None = None,
+        chat_template: str | Path | None = None,
         quiet: bool = False,
         max_waiting: int | None = None,
         **knobs: Unpack[EngineKnobs],
@@ -78,7 +79,7 @@ class AsyncLLM:
         With `max_waiting`, a request that finds so many others waiting for their turn is refused with OverloadError;
         without, any number may wait.
         """
-        open_llm = partial(LLM, model, revision=revision, quiet=quiet, **knobs)
+        open_llm = partial(LLM, model, revision=revision, chat_template=chat_template, quiet=quiet, **knobs)
         self._set_up([partial(open_llm, mesh=each) for each in engine_meshes(mesh)], _bounded(max_waiting), ())
 
     @classmethod
@@ -294,10 +295,20 @@ class AsyncLLM:
         return TextStream(request_id, submit)
 
     async def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> RequestOutput:
-        """Answer a conversation, rendered by the model's own chat template; `options` are those of `generate`."""
-        return await self.generate(await self.chat_prompt(messages), params, **options)
+        """Answer a conversation, rendered by the model's own chat template.
+
+        `tools` and `chat_template_kwargs` are those of `LLM.chat`, `options` those of `generate`.
+        """
+        prompt = await self.chat_prompt(messages, tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return await self.generate(prompt, params, **options)
 
     async def embed(
         self,
@@ -317,9 +328,19 @@ class AsyncLLM:
         output = await self.generate(prompt, SamplingParams(max_tokens=0, pooling=how.pooling), **options)
         return embedding_of(output, normalize=how.normalize, dimensions=dimensions)
 
-    async def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins: a prompt for `generate` and `stream`."""
-        return await asyncio.to_thread(self.llm.chat_prompt, messages)
+    async def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Message] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to where the answer begins: a prompt for `generate` and `stream`.
+
+        `tools` and `chat_template_kwargs` are those of `LLM.chat`.
+        """
+        how = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        return await asyncio.to_thread(self.llm.chat_prompt, messages, **how)
 
     def abort(self, request_id: str) -> bool:
         """End a request before the next step; False if there is none. Any thread may call this.

@@ -7,11 +7,12 @@ a model folder; `auto_map` is not read.
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
 from quire.checkpoint.json_file import read_json, read_text
+from quire.text.chat_template import ChatTemplate
 from quire.text.pieces import byte_level_piece, sentencepiece_piece
 from quire.text.tokenizer import Tokenizer, library_errors_as
 
@@ -26,6 +27,21 @@ _SENTENCEPIECE_DECODER = [
     {"type": "Fuse"},
 ]
 _STRIP_ONE_SPACE = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+class ChatTemplateFile(NamedTuple):
+    """The chat template in a file that the caller named, to use instead of the model's own."""
+
+    name: str
+    """The file's name, for errors."""
+    source: str
+
+
+def read_chat_template(path: Path) -> ChatTemplateFile:
+    """Read a Jinja chat template; ValueError with the file's name and line if it does not compile in the sandbox."""
+    template = ChatTemplateFile(f"chat template {path.name}", read_text(path.expanduser(), _MAX_TEMPLATE_FILE_BYTES))
+    ChatTemplate(template.source, {}, name=template.name)
+    return template
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:

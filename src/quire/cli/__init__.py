@@ -206,22 +206,28 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _generate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    parser = commands.add_parser("generate", help="continue prompts", description="Continue one or more prompts.")
+    text = "Continue one or more prompts. A single one is streamed."
+    parser = commands.add_parser("generate", help="continue prompts", description=text)
     _model_argument(parser)
     parser.add_argument(
         "prompt", metavar="PROMPT", nargs="*", default=[], help="text to continue; without any, lines of stdin"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    text = "file with a Jinja template; each prompt is then one user message"
+    parser.add_argument("--chat-template", metavar="FILE", help=text)
     _sampling_flags(parser, max_tokens=64, temperature=0.0)
     _engine_flags(parser, max_num_seqs=None)
 
 
 def _chat_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     parser = commands.add_parser(
-        "chat", help="talk to a model", description="Talk to a model. Ctrl-C ends a reply, Ctrl-D the chat."
+        "chat",
+        help="talk to a model",
+        description="Talk to a model. Ctrl-C ends a reply, Ctrl-D the chat; /help lists commands.",
     )
     _model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="the system message")
+    _chat_template_flag(parser)
     _sampling_flags(parser, temperature=0.7)
     _engine_flags(parser, max_num_seqs=4)
 
@@ -260,7 +266,9 @@ def _serve_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
     text = "a key of administrators; or from QUIRE_ADMIN_KEY"
     group.add_argument("--admin-key", action="append", default=[], metavar="KEY", help=text)
     group.add_argument("--admin-key-file", type=Path, metavar="FILE", help="keys of administrators, one a line")
-    _flags(group, parser.add_argument_group("server, for experts"), ServerConfig)
+    expert = parser.add_argument_group("server, for experts")
+    _flags(group, expert, ServerConfig)
+    _hide(_chat_template_flag(expert))
     _engine_flags(parser)
 
 
@@ -395,6 +403,11 @@ def _rates(text: str) -> list[float | None]:
     return list(numbers)
 
 
+def _chat_template_flag(parser: "argparse._ActionsContainer") -> argparse.Action:
+    text = "file with a Jinja template to use instead of the model's own"
+    return parser.add_argument("--chat-template", metavar="FILE", help=text)
+
+
 def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:
     """MODEL and what belongs to it, the same for every command."""
     text = "a folder, a GGUF file, or org/name[:FILE][@REVISION] on the hub"
@@ -460,7 +473,12 @@ def _flags(
             default = list(typing.cast(tuple, default)) if many else default
             action = group.add_argument(flag, type=kind, default=default, metavar=metavar, help=shown, action=action)
         if group is expert:
-            action.hidden_help, action.help = action.help, argparse.SUPPRESS  # pyright: ignore
+            _hide(action)
+
+
+def _hide(action: argparse.Action) -> None:
+    """Show a flag with --help-all only."""
+    action.hidden_help, action.help = action.help, argparse.SUPPRESS  # pyright: ignore
 
 
 def _plain(annotation: typing.Any) -> tuple[type, bool]:
@@ -517,10 +535,19 @@ def find_model_for(args: argparse.Namespace) -> Path:
     from quire.checkpoint.load import find_model, read_config
 
     sampling_params(args, SamplingParams())
+    check_chat_template(args)
     _check_max_tokens(args.max_tokens, args.max_model_len, "--max-model-len")
     path = find_model(args.model, args.revision)
     _check_max_tokens(args.max_tokens, read_config(path).max_len, "the model's length")
     return path
+
+
+def check_chat_template(args: argparse.Namespace) -> None:
+    """Refuse a --chat-template that cannot be read or does not compile, before anything is loaded."""
+    if getattr(args, "chat_template", None) is not None:
+        from quire.checkpoint.tokenizer_files import read_chat_template
+
+        read_chat_template(Path(args.chat_template))
 
 
 def _check_max_tokens(max_tokens: int | None, limit: int | None, what: str) -> None:

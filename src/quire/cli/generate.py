@@ -1,15 +1,15 @@
-"""`quire generate MODEL [PROMPT ...]`: continue prompts, each printed as soon as it can be."""
+"""`quire generate MODEL [PROMPT ...]`: continue prompts. A single one is streamed, others are printed as they end."""
 
 import argparse
 import itertools
 import json
-import os
-import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from quire import LLM, EngineConfig, GenerationInterrupted, RequestOutput, SamplingParams
 from quire.cli import engine_knobs, find_model_for, sampling_params
+
+INTERRUPTED = "quire: interrupted"
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,27 +21,62 @@ def run(args: argparse.Namespace) -> int:
     if not first or not all(first):
         raise ValueError("PROMPT is empty: give text as an argument, or lines on standard input")
     knobs["max_num_seqs"] = knobs["max_num_seqs"] or len(first)
-    printer = _JsonPrinter() if args.json else _OrderedPrinter()
-    try:
-        with LLM(find_model_for(args), **knobs) as llm:
-            params = sampling_params(args, llm.default_params)
-            prompts = first if len(first) < EngineConfig.max_num_seqs else itertools.chain(first, lines)
-            return _generate(llm, prompts, params, printer)
-    except BrokenPipeError:  # nobody reads on, as with `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere at exit
-        return 128 + signal.SIGPIPE
+    with LLM(find_model_for(args), chat_template=args.chat_template, **knobs) as llm:
+        params = sampling_params(args, llm.default_params)
+        encode = (lambda text: llm.chat_prompt([{"role": "user", "content": text}])) if args.chat_template else str
+        between = "\n" if args.chat_template else ""
+        if len(first) == 1 and not args.json:
+            return _stream(llm, encode(first[0]), first[0] + between, params)
+        printer = _JsonPrinter() if args.json else _OrderedPrinter(between)
+        texts = first if len(first) < EngineConfig.max_num_seqs else itertools.chain(first, lines)
+        return _generate(llm, texts, encode, params, printer)
 
 
-def _generate(llm: LLM, prompts, params: SamplingParams, printer: "_JsonPrinter | _OrderedPrinter") -> int:
+def _stream(llm: LLM, prompt: str | list[int], shown: str, params: SamplingParams) -> int:
+    """Print one prompt and its continuation as it is generated."""
     try:
-        for output in llm.generate_iter(prompts, params):
-            printer.add(output)
+        print(shown, end="", flush=True)
+        for chunk in llm.stream(prompt, params):
+            print(chunk.text, end="", flush=True)
+        print()
+        return 0
+    except KeyboardInterrupt:
+        print(f"\n{INTERRUPTED}", file=sys.stderr)
+        return 130
+
+
+def _generate(
+    llm: LLM,
+    texts: Iterable[str],
+    encode: Callable[[str], str | list[int]],
+    params: SamplingParams,
+    printer: "_JsonPrinter | _OrderedPrinter",
+) -> int:
+    shown: dict[int, str] = {}  # of prompts that are under way
+
+    def prompts() -> Iterator[str | list[int]]:
+        for index, text in enumerate(texts):
+            shown[index] = text
+            yield encode(text)
+
+    def add(output: RequestOutput) -> None:
+        output.prompt = shown.pop(output.index)
+        printer.add(output)
+
+    given = list(prompts()) if isinstance(texts, list) else prompts()  # of a list, the progress bar knows the end
+    try:
+        for output in llm.generate_iter(given, params):
+            add(output)
         return 0
     except KeyboardInterrupt as error:
-        for output in error.outputs if isinstance(error, GenerationInterrupted) else ():
-            printer.add(output)
+        finished, partial = (error.outputs, error.partial) if isinstance(error, GenerationInterrupted) else ([], [])
+        for output in finished:
+            add(output)
+        num_finished = printer.num_added
+        for output in partial:
+            add(output)
         printer.finish()
-        print(f"\nquire: interrupted; {printer.num_added} prompts had finished", file=sys.stderr)
+        print(f"\n{INTERRUPTED}; {num_finished} prompts had finished", file=sys.stderr)
         return 130
 
 
@@ -56,7 +91,7 @@ class _JsonPrinter:
         self.num_added = 0
 
     def add(self, output: RequestOutput) -> None:
-        self.num_added += 1  # before anybody sees it, who may then press Ctrl-C
+        self.num_added += 1  # before it is printed: Ctrl-C may come in between
         completion = output.outputs[0]
         shown = {
             "index": output.index,
@@ -74,8 +109,10 @@ class _JsonPrinter:
 class _OrderedPrinter:
     """Prints outputs as text in the order of their prompts; one that ends early waits for those before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, between: str) -> None:
+        """`between` is printed between a prompt and its continuation."""
         self.num_added = 0
+        self._between = between
         self._waiting: dict[int, RequestOutput] = {}
         self._next = 0
 
@@ -91,6 +128,7 @@ class _OrderedPrinter:
         for _, output in sorted(self._waiting.items()):
             self._print(output)
 
-    @staticmethod
-    def _print(output: RequestOutput) -> None:
-        print(f"{output.prompt}{output.outputs[0].text}\n", flush=True)
+    def _print(self, output: RequestOutput) -> None:
+        completion = output.outputs[0]
+        end = " [interrupted]" if completion.finish_reason == "abort" else ""
+        print(f"{output.prompt}{self._between}{completion.text}{end}\n", flush=True)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from quire.checkpoint.hub import parse_name
-from quire.cli import engine_knobs, knobs_of
+from quire.cli import check_chat_template, engine_knobs, knobs_of
 from quire.config import EngineConfig
 from quire.server.config import ServerConfig
 from quire.server.keys import Keys, key_limits
@@ -21,6 +21,7 @@ def run(args: argparse.Namespace) -> int:
     admin_keys = Keys(given=given, file=args.admin_key_file, flag="--admin-key", fields=("name",))
     knobs = engine_knobs(args)
     EngineConfig(**knobs)  # checked before anything is loaded or listens
+    check_chat_template(args)
     try:  # only now: they take seconds, and a wrong flag should not
         from quire.server.serve import serve
     except ModuleNotFoundError as error:
@@ -29,7 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
 
     loads = [
-        partial(LLM, args.model, revision=args.revision, **knobs | {"mesh": mesh}) for mesh in engine_meshes(args.mesh)
+        partial(LLM, args.model, revision=args.revision, chat_template=args.chat_template, **knobs | {"mesh": mesh})
+        for mesh in engine_meshes(args.mesh)
     ]
     name = model_name(args.model, args.revision)
     asyncio.run(serve(loads, name, config, keys, admin_keys))

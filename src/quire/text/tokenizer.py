@@ -9,6 +9,7 @@ U+FFFD to go away, so it stalls on bytes that never become a character; and the 
 run of byte tokens into U+FFFD when a later byte is invalid, which takes back text a client has already read.
 """
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -52,6 +53,7 @@ class Tokenizer:
         self.eos_ids = eos_ids
         self.strips_leading_space = strips_leading_space
         self._chat_template_source = chat_template
+        self._chat_template_name = "chat template"
         self._special_tokens = dict(special_tokens)
 
     @property
@@ -82,6 +84,14 @@ class Tokenizer:
     def chat_template_source(self) -> str | None:
         """The template as the model's files have it."""
         return self._chat_template_source
+
+    def with_chat_template(self, source: str, name: str = "chat template") -> "Tokenizer":
+        """Return this tokenizer with another chat template, which errors call `name`."""
+        changed = copy.copy(self)
+        for compiled in ("_chat_template", "_control_tokens"):
+            changed.__dict__.pop(compiled, None)
+        changed._chat_template_source, changed._chat_template_name = source, name
+        return changed
 
     def encode(self, text: str, add_special: bool = True, *, max_len: int | None = None) -> list[int]:
         """Token ids of `text`; `add_special` adds BOS and the like exactly when the model's own tokenizer does.
@@ -159,8 +169,11 @@ class Tokenizer:
     def _chat_template(self) -> ChatTemplate:
         # Compiled at first use: a model whose template is broken still completes plain text.
         if self._chat_template_source is None:
-            raise ValueError("the model has no chat template; send a plain prompt, or use an instruction-tuned model")
-        return ChatTemplate(self._chat_template_source, self._special_tokens)
+            raise ValueError(
+                "the model has no chat template; send a plain prompt, use an instruction-tuned model, or give a "
+                "template with chat_template=FILE (--chat-template FILE)"
+            )
+        return ChatTemplate(self._chat_template_source, self._special_tokens, name=self._chat_template_name)
 
 
 @contextmanager
