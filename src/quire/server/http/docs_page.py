@@ -9,12 +9,14 @@ from typing import Any
 
 from quire.server.http.openapi import openapi
 
+ADDRESS = "[address of this server]"
+"""Stands for the server's address in the page: a browser may know it by any of its names."""
 _REF = "#/components/schemas/"
 
 
 @cache
 def docs_page() -> str:
-    """The whole page."""
+    """Return the whole page, with `ADDRESS` where the server's address belongs."""
     document = openapi()
     schemas = document["components"]["schemas"]
     operations = [operation for methods in document["paths"].values() for operation in methods.values()]
@@ -24,9 +26,10 @@ def docs_page() -> str:
     parts = [
         f"<h1>Quire {escape(document['info']['version'])}</h1>",
         f"<p>{_prose(document['info']['description'])}</p>",
+        f"<p>This server is at <code>{ADDRESS}</code>; clients of OpenAI's API take <code>{ADDRESS}/v1</code>.</p>",
         "<p>For machines: <a href='/openapi.json'>/openapi.json</a>. To chat: <a href='/'>the page at /</a>.</p>",
         "<nav aria-label='Routes'><ul>",
-        *(f"<li><a href='#{_anchor(path, method)}'>{escape(path)}</a></li>" for path, method, _ in routes),
+        *(f"<li><a href='#{_anchor(path, method)}'>{_title(path, method)}</a></li>" for path, method, _ in routes),
         "</ul></nav>",
         *(_route(path, method, route, schemas) for path, method, route in routes),
         *(_object(name, schemas[name]) for name in others),
@@ -39,7 +42,7 @@ def _route(path: str, method: str, route: dict[str, Any], schemas: dict[str, Any
     key = "" if route.get("security") != [] else " <span class='soft'>No key needed.</span>"
     lines = [
         f"<section id='{_anchor(path, method)}'>",
-        f"<h2><span class='method'>{method.upper()}</span> {escape(path)}</h2>",
+        f"<h2>{_title(path, method)}</h2>",
         f"<p>{_prose(route['summary'])}{key}</p>",
     ]
     if content := _json_body(route):
@@ -51,6 +54,10 @@ def _route(path: str, method: str, route: dict[str, Any], schemas: dict[str, Any
         shown = escape(json.dumps(_sketch(answer["schema"]), indent=2))
         lines.append(f"<details><summary>Response</summary><pre>{shown}</pre></details>")
     return "\n".join([*lines, "</section>"])
+
+
+def _title(path: str, method: str) -> str:
+    return f"<span class='method'>{method.upper()}</span> {escape(path)}"
 
 
 def _object(name: str, schema: dict[str, Any]) -> str:
@@ -121,9 +128,7 @@ def _sketch(schema: dict[str, Any]) -> Any:
 
 
 def _curl(path: str, body: Any) -> str:
-    return (
-        f"curl -s http://127.0.0.1:8000{path} \\\n  -H 'content-type: application/json' \\\n  -d '{json.dumps(body)}'"
-    )
+    return f"curl -s {ADDRESS}{path} \\\n  -H 'content-type: application/json' \\\n  -d '{json.dumps(body)}'"
 
 
 def _prose(text: str) -> str:

@@ -3,8 +3,11 @@
 import base64
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cache
+from html import escape
 from importlib.resources import files
+from types import MappingProxyType
 
 from starlette.responses import Response
 
@@ -14,13 +17,18 @@ def page_response(name: str) -> Response:
     return html_response(_read(name))
 
 
-def html_response(html: str) -> Response:
-    """A page whose only script and only style are those in it."""
+def html_response(html: str, replaced: Mapping[str, str] = MappingProxyType({})) -> Response:
+    """A page whose only script and only style are those in it.
+
+    `replaced` maps placeholders in the page to text of this response.
+    """
     headers = {
         "Content-Security-Policy": _policy(html),
         "Cross-Origin-Opener-Policy": "same-origin",
         "Referrer-Policy": "no-referrer",
     }
+    for placeholder, text in replaced.items():
+        html = html.replace(placeholder, escape(text))
     return Response(html, media_type="text/html", headers=headers)
 
 

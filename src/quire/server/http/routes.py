@@ -24,7 +24,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
 from quire.server.http.batch_routes import UPLOADS, BatchRoutes
-from quire.server.http.docs_page import docs_page
+from quire.server.http.docs_page import ADDRESS, docs_page
 from quire.server.http.event_response import EventResponse, until_gone
 from quire.server.http.guard import PAGES, PUBLIC, Guard
 from quire.server.http.kv_events import KVEvents
@@ -266,7 +266,8 @@ class Api:
 
     async def docs(self, request: HttpRequest) -> Response:
         """`GET /docs`: the OpenAPI document for people."""
-        return html_response(docs_page())
+        scheme = "https" if request.headers.get("x-forwarded-proto") == "https" else request.url.scheme
+        return html_response(docs_page(), {ADDRESS: f"{scheme}://{request.url.netloc}"})
 
 
 # -- streams ----------------------------------------------------------------------------------------------------------
