@@ -393,3 +393,32 @@ def test_a_full_disk_ends_the_run(given, tmp_path, monkeypatch):
     monkeypatch.setattr(AnswerFile, "write", full)
     with pytest.raises(OSError, match="No space"):
         run(lambda engine: answer_file(engine, given, tmp_path / "output"))
+
+
+# -- ids --------------------------------------------------------------------------------------------------------------
+
+
+def check_ids_of(path) -> None:
+    def lines():
+        with path.open("rb") as file:
+            yield from read_lines(file, "")
+
+    lines_module.check_ids(lines)
+
+
+def test_an_id_that_two_lines_have_is_refused_with_both(tmp_path):
+    lines = [completion("a"), "", completion("b"), "no JSON", completion("b"), completion("a")]
+    given = write_jsonl(tmp_path / "input", lines)
+    with pytest.raises(
+        ValueError, match=r"^line 5 repeats custom_id 'b' of line 3; give every line its own custom_id$"
+    ):
+        check_ids_of(given)
+
+
+def test_lines_without_an_id_and_ids_with_equal_hashes_are_no_duplicates(tmp_path, monkeypatch):
+    monkeypatch.setattr(lines_module, "hash", lambda name: len(name), raising=False)
+    without = [completion(""), completion(""), "no JSON", "no JSON", "{}", "{}", completion("x" * 600)]
+    given = write_jsonl(tmp_path / "input", [*without, completion("a"), completion("b"), completion("c")])
+    check_ids_of(given)
+    with pytest.raises(ValueError, match="line 4 repeats custom_id 'b' of line 2"):
+        check_ids_of(write_jsonl(tmp_path / "input", [completion(name) for name in "abcb"]))

@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import threading
 import time
 
 import msgspec
@@ -389,3 +390,41 @@ def test_a_batch_that_cannot_go_on_keeps_what_it_has(tmp_path, monkeypatch, is_l
             assert not [path for path in tmp_path.rglob("*") if path.suffix in (".jsonl", ".part")]
 
     run(go)
+
+
+@pytest.mark.parametrize("how", ["fails", "cancelled"])
+def test_a_file_whose_record_is_not_written_leaves_no_bytes(tmp_path, monkeypatch, how):
+    """Bytes on the disk that nothing counts would fill it beyond the tenant's limit."""
+    replace, started, may_end = store_module._replace, threading.Event(), threading.Event()
+
+    def slow(path, content):
+        started.set()
+        assert may_end.wait(60)
+        replace(path, content)
+
+    def fails(path, content):
+        replace(path, content)
+        raise OSError(28, "No space left on device")
+
+    async def go():
+        tenant = store_module.Tenant(tmp_path / "tenant", 1000)
+        part = tenant.new_part()
+        part.write_bytes(b"content")
+        file = store_module.StoredFile(id="file-1", bytes=7, created_at=0, filename="a", purpose="batch")
+        monkeypatch.setattr(store_module, "_replace", slow if how == "cancelled" else fails)
+        adding = asyncio.create_task(tenant.add_file(file, part))
+        if how == "cancelled":
+            await asyncio.to_thread(started.wait)
+            adding.cancel()
+            await asyncio.sleep(0)
+            may_end.set()
+        with pytest.raises((OSError, asyncio.CancelledError)):
+            await adding
+        assert tenant.files == {}
+        assert list((tmp_path / "tenant").iterdir()) == [part], "the caller's, to count and remove"
+        monkeypatch.undo()
+        await tenant.add_file(file, part)
+        assert list(tenant.files) == ["file-1"]
+        assert tenant.path(file).read_bytes() == b"content"
+
+    asyncio.run(go())

@@ -533,6 +533,25 @@ def test_a_device_that_does_what_was_planned_is_told_from_one_that_does_not():
     assert [line.endswith("report it") for line in bad] == [True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("report", "status"),
+    [
+        ({"verdicts": ["bandwidth: 85% of the data sheet's 1,638 GB/s"], "native": "not built"}, 0),
+        ({"verdicts": ["memory: 15.00 GiB, planned 31.00: not as planned, report it"]}, 1),
+        ({"native": "does not load"}, 1),
+    ],
+    ids=str,
+)
+def test_a_failed_check_is_the_exit_status_of_the_doctor(report, status, capsys, monkeypatch):
+    for part in ("_devices", "_try_it", "_kernels"):
+        monkeypatch.setattr(doctor, part, lambda made: None)
+    monkeypatch.setattr(doctor, "_measure", lambda made: made.update(report))
+    assert main(["doctor"]) == status
+    out = capsys.readouterr()
+    assert "quire runs here." in out.out
+    assert ("quire: failed checks: " in out.err) == bool(status)
+
+
 def test_the_report_has_no_text_of_an_error(capsys, monkeypatch, tmp_path):
     library = tmp_path / "_native.so"
     library.write_text("no library")

@@ -50,7 +50,7 @@ def finish(process, status: int = 0) -> str:
 def test_killed_at_random_moments_it_writes_what_one_run_would(tiny_folder, tmp_path, count, kills):
     given = write_jsonl(tmp_path / "input.jsonl", lines(count))
     one_run, output = tmp_path / "one.jsonl", tmp_path / "output.jsonl"
-    said = finish(batch(tiny_folder, given, one_run))
+    said = finish(batch(tiny_folder, given, one_run), 1)
     assert f"all {count:,} lines are answered, {len(range(5, count, 97))} of them with an error" in said
     rng, killed_at = random.Random(1), []
     for kill in range(kills):
@@ -64,22 +64,22 @@ def test_killed_at_random_moments_it_writes_what_one_run_would(tiny_folder, tmp_
         process.send_signal(signal.SIGKILL)
         process.communicate()
         killed_at.append(output.read_bytes().count(b"\n"))
-    finish(batch(tiny_folder, given, output))
+    finish(batch(tiny_folder, given, output), 1)
     answers = read_answers(output)
     assert answers == read_answers(one_run), killed_at
     assert [answer["custom_id"] for answer in answers] == [f"line-{i}" for i in range(count)]
     assert killed_at == sorted(killed_at), "nothing that was written is lost"
     assert len(set(killed_at)) > 2
     before = output.read_bytes()
-    assert f"all {count:,} lines are answered" in finish(batch(tiny_folder, given, output)), "without a model"
+    assert f"all {count:,} lines are answered" in finish(batch(tiny_folder, given, output), 1), "without a model"
     assert output.read_bytes() == before
 
 
 def test_max_cost_stops_it_and_the_same_command_goes_on(tiny_folder, tmp_path):
     given, output = write_jsonl(tmp_path / "input.jsonl", lines(40)), tmp_path / "output.jsonl"
     seen = 0
-    for status in (3, 0):
-        flags = ("--max-cost", "500" if status else "100000")
+    for status in (3, 1):  # one of the lines has an error
+        flags = ("--max-cost", "500" if status == 3 else "100000")
         said = finish(batch(tiny_folder, given, output, *flags), status)
         assert ("--max-cost 500: stopped after" in said) == (status == 3)
         answers = read_answers(output)
@@ -90,7 +90,10 @@ def test_max_cost_stops_it_and_the_same_command_goes_on(tiny_folder, tmp_path):
     assert seen == 40
 
 
-def test_a_run_that_answers_nothing_but_errors_says_so_by_its_status(tiny_folder, tmp_path):
+def test_the_exit_status_is_1_if_any_line_has_an_error(tiny_folder, tmp_path):
+    given, output = write_jsonl(tmp_path / "some.jsonl", lines(7)), tmp_path / "some-output.jsonl"
+    for _ in range(2):  # again: there is nothing left to do
+        assert "all 7 lines are answered, 1 of them with an error" in finish(batch(tiny_folder, given, output), 1)
     wrong = [line | {"body": line["body"] | {"max_tokens": -1}} for line in lines(3)]
     given, output = write_jsonl(tmp_path / "input.jsonl", wrong), tmp_path / "output.jsonl"
     for _ in range(2):  # again: there is nothing left to do
@@ -112,6 +115,9 @@ def test_wrong_files_and_flags_are_told_before_a_model_is_loaded(tiny_folder, tm
     assert given.read_bytes() == before
     assert "--max-cost" in finish(batch(tiny_folder, given, output, "--max-cost", "0"), 2)
     assert "cannot be written" in finish(batch(tiny_folder, given, tmp_path / "no" / "folder.jsonl"), 2)
+    twice = write_jsonl(tmp_path / "twice.jsonl", [*lines(2), lines(1)[0]])
+    said = finish(batch(tmp_path / "no-model", twice, output), 2)
+    assert f"INPUT {twice}: line 3 repeats custom_id 'line-0' of line 1; give every line its own" in said
     output.write_text('{"id": "batch_req_of_something_else", "error": null}\n')
     assert "is not the answer to its line" in finish(batch(tiny_folder, given, output), 2)
     notes = tmp_path / "notes.csv"
@@ -127,7 +133,7 @@ def test_parquet_rows_keep_their_columns_and_get_answers(tiny_folder, tmp_path):
     prompts = ["hello", "good day", None, "one more"]
     given, output = tmp_path / "input.parquet", tmp_path / "output.parquet"
     pq.write_table(pa.table({"prompt": prompts, "label": [3, 1, 4, 1]}), given)
-    finish(batch(tiny_folder, given, output, "--max-tokens", "4", "--temperature", "0"))
+    finish(batch(tiny_folder, given, output, "--max-tokens", "4", "--temperature", "0"), 1)
     table = pq.read_table(output)
     assert table.column("label").to_pylist() == [3, 1, 4, 1]
     rows = table.to_pylist()

@@ -271,12 +271,26 @@ def test_a_batch_that_fills_the_store_fails_with_what_it_has(server):
         api.files.delete(file.id)
 
 
-@pytest.mark.parametrize(
-    "lines", [[], ["", "  "]], ids=["empty", "blank"]
-)  # fmt: skip
-def test_a_file_without_lines_fails(server, lines):
+def test_an_empty_upload_is_refused(server):
+    with pytest.raises(openai.BadRequestError, match="the file is empty: send one request a line, as JSON") as caught:
+        upload(client(server), [])
+    assert (caught.value.param, caught.value.code) == ("file", "invalid_upload")
+
+
+def test_an_id_that_two_lines_have_fails_the_batch_before_a_line_runs(server):
     api = client(server)
-    batch = wait_for(api, create(api, lines).id)
+    batch = wait_for(api, create(api, [line("a"), line("b"), line("a")]).id)
+    assert (batch.status, batch.output_file_id) == ("failed", None)
+    assert batch.errors
+    assert batch.errors.data
+    (error,) = batch.errors.data
+    assert (error.code, error.param, error.line) == ("duplicate_custom_id", "custom_id", 3)
+    assert error.message == "line 3 repeats custom_id 'a' of line 1; give every line its own custom_id"
+
+
+def test_a_file_without_lines_fails(server):
+    api = client(server)
+    batch = wait_for(api, create(api, ["", "  "]).id)
     assert batch.status == "failed"
     assert batch.errors
     assert batch.errors.data

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from quire.server.batches.answer_file import AnswerFile
     from quire.server.batches.lines import Line
 
+FAILED = 1
+"""Exit status when at least one line has an error, or when the engine failed before the last line."""
 STOPPED_BY_COST = 3
-"""The exit status when `--max-cost` ended the run before the last line."""
-ALL_FAILED = 1
-"""When no line has anything but an error."""
+"""Exit status when `--max-cost` ended the run before the last line."""
 SYNC_EVERY_S = 1.0
 MAX_COST = 1 << 60
 
@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
     """Answer every line of the input that the output has no answer to."""
     try:
         from quire.server.batches.answer_file import AnswerFile
+        from quire.server.batches.lines import DuplicateIdError, check_ids
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing: batches need `pip install 'quire-llm[server]'`") from None
     if args.max_cost is not None:
@@ -57,6 +58,10 @@ def run(args: argparse.Namespace) -> int:
     batch = json.dumps(defaults, sort_keys=True)
     defaults.pop("seed", None)  # it is in the name of the batch: every line draws by a seed of its own
     given = _open_input(args.input)
+    try:
+        check_ids(lambda: given.lines(""))
+    except DuplicateIdError as error:
+        raise ValueError(f"INPUT {args.input}: {error}") from None
     if is_parquet:
         from quire.cli.parquet import answered_batch, batch_digest, check_columns, num_errors
 
@@ -91,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 def _say_end(num_lines: int, num_failed: int, output: Path) -> int:
     failed = f", {num_failed:,} of them with an error" if num_failed else ""
     _say(f"all {num_lines:,} lines are answered{failed}: {output}")
-    return ALL_FAILED if num_failed == num_lines > 0 else 0
+    return FAILED if num_failed else 0
 
 
 def _open_input(path: Path) -> Input:
@@ -158,7 +163,7 @@ class _Run:
             return 130
         except UnavailableError as error:
             _say(f"{error}; {self._state}")
-            return 1
+            return FAILED
         except OSError as error:
             raise ValueError(f"{self._args.output} cannot be written: {error.strerror}; {self._state}") from None
         return 0

@@ -14,10 +14,16 @@ MEMORY_TOLERANCE = 0.02
 """By how much the memory that a device says it has may differ from the table of chips."""
 LOW_SHARE = 0.5
 """Of what was planned: below it something is wrong with the device, the program or the plan."""
+REPORT_IT = ", report it"
+"""End of the verdict of a comparison that failed."""
+DOES_NOT_LOAD = "does not load"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what there is, and what was measured; 0 when Quire works here. `--json` keeps the same for a report."""
+    """Print what this machine has and what was measured. Return 0 if Quire runs and no check failed, else 1.
+
+    `--json` writes the same as a report.
+    """
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -37,11 +43,22 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\nquire runs here.")
     report["runs"] = "error" not in report
+    report["failed"] = failed_checks(report)
+    if report["runs"] and report["failed"]:
+        print(f"quire: failed checks: {'; '.join(report['failed'])}", file=sys.stderr)
     if args.json == "-":
         print(json.dumps(report))
     elif args.json is not None:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if report["runs"] else 1
+    return 0 if report["runs"] and not report["failed"] else 1
+
+
+def failed_checks(report: dict[str, Any]) -> list[str]:
+    """Return a sentence for each check of a report that failed although the engine runs."""
+    failed = [verdict for verdict in report.get("verdicts", ()) if verdict.endswith(REPORT_IT)]
+    if report.get("native") == DOES_NOT_LOAD:
+        failed.append(f"native: the library {DOES_NOT_LOAD}")
+    return failed
 
 
 def _version(name: str) -> str:
@@ -74,7 +91,7 @@ def _devices(report: dict[str, Any]) -> None:
     if reason is None:
         report["native"] = f"built; uses {native.instruction_sets()[-1]}"
     else:  # which may name the library's path
-        report["native"] = "does not load" if native.LIBRARY.exists() else "not built"
+        report["native"] = DOES_NOT_LOAD if native.LIBRARY.exists() else "not built"
     print(f"native       {reason or report['native']}")
 
 
@@ -174,7 +191,7 @@ def compare(planned: dict[str, Any], measured: dict[str, Any]) -> list[str]:
         share = measured["memory"] / planned["memory"]
         seen = f"memory: {measured['memory'] / 2**30:.2f} GiB, planned {planned['memory'] / 2**30:.2f}"
         verdicts.append(
-            f"{seen}: {'as planned' if abs(share - 1) <= MEMORY_TOLERANCE else 'not as planned, report it'}"
+            f"{seen}: {'as planned' if abs(share - 1) <= MEMORY_TOLERANCE else f'not as planned{REPORT_IT}'}"
         )
     share = measured["bandwidth"] / planned["bandwidth"]
     verdicts.append(f"bandwidth: {share:.0%} of the data sheet's {planned['bandwidth'] / 1e9:,.0f} GB/s{_low(share)}")
@@ -184,4 +201,4 @@ def compare(planned: dict[str, Any], measured: dict[str, Any]) -> list[str]:
 
 
 def _low(share: float) -> str:
-    return "" if share >= LOW_SHARE else ": low, report it"
+    return "" if share >= LOW_SHARE else f": low{REPORT_IT}"

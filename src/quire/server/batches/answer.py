@@ -13,7 +13,7 @@ from quire.async_llm.origin import Origin
 from quire.core.request import Request
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
-from quire.server.batches.lines import MAX_LINE_BYTES, Line, answer_id
+from quire.server.batches.lines import MAX_LINE_BYTES, Line, answer_id, custom_id
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.keys import Caller
 from quire.server.openai import schema
@@ -46,10 +46,6 @@ class _Envelope(schema.Struct, kw_only=True):
     method: Literal["POST"]
     url: schema.BatchEndpoint
     body: msgspec.Raw
-
-
-class _Named(msgspec.Struct):
-    custom_id: Annotated[str, Meta(max_length=512)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +100,11 @@ class Answerer:
 
     async def parse(self, line: Line) -> ParsedLine | Answer:
         """Read a line; the answer to one that is wrong. UnavailableError if the engine takes nothing any more."""
-        custom_id = None
+        name = custom_id(line)
         try:
             if line.raw is None:
                 message = f"the line is longer than {MAX_LINE_BYTES:,} bytes"
                 raise ApiError(413, message, code="line_too_long")
-            custom_id = _custom_id(line.raw)
             envelope = msgspec.json.decode(line.raw, type=_Envelope)
             if self._endpoint not in (None, envelope.url):
                 message = f"url is {envelope.url!r}, and the batch is for {self._endpoint!r}"
@@ -119,7 +114,7 @@ class Answerer:
         except UnavailableError:
             raise
         except Exception as error:
-            return _failed(line, custom_id, as_api_error(error))
+            return _failed(line, name, as_api_error(error))
 
     async def answer(self, parsed: ParsedLine) -> Answer:
         """Run a line to its end. UnavailableError if the engine is gone before, or gives it up again and again."""
@@ -243,24 +238,16 @@ def seconds_to_wait(error: OverloadError) -> float:
 
 def not_run(line: Line, code: str, message: str) -> Answer:
     """The answer to a line that never ran, and will not."""
-    custom_id = None if line.raw is None else _custom_id(line.raw)
-    return Answer(_encode(line, custom_id, None, {"code": code, "message": message}), is_error=True)
+    return Answer(_encode(line, custom_id(line), None, {"code": code, "message": message}), is_error=True)
 
 
-def _failed(line: Line, custom_id: str | None, error: ApiError) -> Answer:
+def _failed(line: Line, name: str | None, error: ApiError) -> Answer:
     response = {"status_code": error.status, "request_id": f"req_{line.digest}", "body": error.body}
     shown = error.body["error"]
     short = {"code": shown["code"] or shown["type"], "message": shown["message"]}
-    return Answer(_encode(line, custom_id, response, short), is_error=True)
+    return Answer(_encode(line, name, response, short), is_error=True)
 
 
-def _custom_id(raw: bytes) -> str | None:
-    try:
-        return msgspec.json.decode(raw, type=_Named).custom_id
-    except (msgspec.MsgspecError, RecursionError):
-        return None
-
-
-def _encode(line: Line, custom_id: str | None, response: Any, error: Any) -> bytes:
-    answer = {"id": answer_id(line), "custom_id": custom_id, "response": response, "error": error}
+def _encode(line: Line, name: str | None, response: Any, error: Any) -> bytes:
+    answer = {"id": answer_id(line), "custom_id": name, "response": response, "error": error}
     return msgspec.json.encode(answer) + b"\n"

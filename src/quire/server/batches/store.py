@@ -146,9 +146,15 @@ class Tenant:
     # -- changes ------------------------------------------------------------------------------------------------------
 
     async def add_file(self, file: StoredFile, content: Path) -> None:
-        """Take a file whose bytes have been counted, and are on the disk."""
+        """Take a file whose bytes have been counted, and are on the disk. If that fails, `content` is there again."""
         os.replace(content, self.path(file))
-        await self.save(file)
+        try:
+            await self.save(file)
+        except BaseException:
+            if file.id not in self.files:
+                os.replace(self.path(file), content)
+                self._record_path(file).unlink(missing_ok=True)
+            raise
         self.files[file.id] = file
 
     def remove_file(self, file: StoredFile) -> None:
@@ -180,7 +186,13 @@ class Tenant:
     async def save(self, record: StoredFile | StoredBatch) -> None:
         """Have the record of a file or a batch on the disk."""
         async with self._saving:  # so that a later state of it is not overwritten by an earlier one
-            await asyncio.to_thread(_replace, self._record_path(record), msgspec.json.encode(record))
+            content = msgspec.json.encode(record)
+            writing = asyncio.create_task(asyncio.to_thread(_replace, self._record_path(record), content))
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:  # its thread goes on, and must not write later than what follows
+                await asyncio.wait([writing])
+                raise
 
     def _record_path(self, record: StoredFile | StoredBatch) -> Path:
         return self._folder / f"{record.id}.json"
@@ -234,9 +246,13 @@ def write_synced(file: BinaryIO, content: bytes = b"") -> None:
 
 def _replace(path: Path, content: bytes) -> None:
     part = path.with_suffix(".part")
-    with part.open("wb") as file:
-        write_synced(file, content)
-    os.replace(part, path)
+    try:
+        with part.open("wb") as file:
+            write_synced(file, content)
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def page_of[T: StoredFile | StoredBatch](

@@ -1,6 +1,6 @@
 """The batches of a server: each tenant's one after another, beside and behind everything that clients wait for.
 
-    validating   its lines are counted
+    validating   its lines are counted, and their ids compared
     in_progress  its lines are answered, a bounded number at once and at the lowest priority
     finalizing   its answers become two files: those that are there, and errors
     completed, expired, cancelled, failed
@@ -16,7 +16,7 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ from quire.async_llm.errors import UnavailableError, described
 from quire.core.request import MAX_PRIORITY
 from quire.server.batches.answer import Answer, Answerer, not_run
 from quire.server.batches.answer_file import AnswerFile
-from quire.server.batches.lines import count_lines, read_lines
+from quire.server.batches.lines import DuplicateIdError, Line, check_ids, count_lines, read_lines
 from quire.server.batches.run import LineRunner
 from quire.server.batches.store import WINDOW_S, Store, StoredBatch, StoredFile, Tenant, write_synced
 from quire.server.errors import ApiError
@@ -149,11 +149,13 @@ class Batches:
         """Take a batch from its status to its end."""
         path = tenant.path(tenant.file(batch.input_file_id))
         if batch.status == "validating":
-            total = await asyncio.to_thread(_count, path)
+            total, duplicate = await asyncio.to_thread(_validate, path)
             if batch.status == "validating":  # and was not cancelled meanwhile
                 batch.total = total
                 if not 0 < total <= MAX_LINES:
                     _fail(batch, "invalid_file", f"the input has {total:,} lines; 1 to {MAX_LINES:,} are allowed")
+                elif duplicate:
+                    _fail(batch, "duplicate_custom_id", str(duplicate), param="custom_id", line=duplicate.line)
                 else:
                     batch.become("in_progress")
                 await tenant.save(batch)
@@ -253,9 +255,21 @@ class Batches:
             setattr(batch, f"{kind}_file_id", file.id)
 
 
-def _count(path: Path) -> int:
+def _validate(path: Path) -> tuple[int, DuplicateIdError | None]:
+    """Return the number of lines, and the error if two of them have the same id."""
+
+    def lines() -> Iterator[Line]:
+        file.seek(0)
+        return read_lines(file, "")
+
     with path.open("rb") as file:
-        return count_lines(file)
+        total = count_lines(file)
+        try:
+            if total <= MAX_LINES:
+                check_ids(lines)
+        except DuplicateIdError as error:
+            return total, error
+        return total, None
 
 
 def _split(batch: StoredBatch, given: Path, answers: Path, output: Path, errors: Path) -> tuple[int, int]:
@@ -279,8 +293,8 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
 
 
-def _fail(batch: StoredBatch, code: str, message: str) -> None:
-    batch.errors = [_error(code, message)]
+def _fail(batch: StoredBatch, code: str, message: str, **where: str | int) -> None:
+    batch.errors = [_error(code, message) | where]
     batch.become("failed")
 
 

@@ -56,6 +56,10 @@ class Upload:
         if not self._is_complete or self.filename is None:
             message = "an upload needs a part 'file' that has a name, and an end"
             raise ApiError(400, message, param="file", code="invalid_upload")
+        if not self.num_bytes:
+            raise ApiError(
+                400, "the file is empty: send one request a line, as JSON", param="file", code="invalid_upload"
+            )
 
     # -- what the parser calls ----------------------------------------------------------------------------------------
 
