@@ -505,6 +505,19 @@ def test_a_trial_that_hangs_is_ended_and_begun_anew(monkeypatch):
     compiler.compile(Structured(regex="b"))  # it is not to blame, and was not remembered as refused
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_trial_has_no_secrets_in_its_environment(monkeypatch):
+    monkeypatch.setenv("QUIRE_API_KEY", "a-key-in-the-environment")
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    compiler = new_compiler()
+    compiler.compile(Structured(regex="a"))
+    (trial,) = compiler._trial._idle
+    environment = Path(f"/proc/{trial._process.pid}/environ").read_bytes()
+    assert b"OPENBLAS_NUM_THREADS=1" in environment
+    assert b"a-key-in-the-environment" not in environment
+    assert b"hf_secret" not in environment
+
+
 def test_a_trial_that_does_not_read_is_ended_too(monkeypatch):
     compiler = new_compiler()
     compiler.compile(Structured(regex="a"))

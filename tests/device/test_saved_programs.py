@@ -1,6 +1,7 @@
 """Programs on the disk: a second start traces nothing, computes the same, and trusts nothing it should not."""
 
 import os
+import stat
 from dataclasses import replace
 
 import jax
@@ -182,13 +183,90 @@ def test_a_folder_that_others_may_write_to_is_not_used(cache, caplog, monkeypatc
     assert "damaged" not in caplog.text
 
 
+def a_shape():
+    return step_shapes(engine_config(max_num_seqs=4, max_num_batched_tokens=16))[0]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("mode", [0o777, 0o2777, 0o775, 0o1777, 0o755])
+def test_folders_above_may_be_writable_by_others(tmp_path, cache, caplog, depth, mode):
+    """As the volumes of containers are (`emptyDir` with `fsGroup`), and folders that were made with umask 002."""
+    base = tmp_path / "a" / "b"
+    base.mkdir(parents=True, mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(base))
+    (base / saved_programs.FOLDER).parents[depth - 1].chmod(mode)
+    saved, shape = engine_programs(), a_shape()
+    with saved_programs._opened(saved._folder) as folder:
+        saved_programs._write(folder, saved._path(shape).name, b"to be executed")
+    assert saved.load(shape) is None
+    assert "damaged" in caplog.text, "or it was not looked at"
+    assert "others may write to it" not in caplog.text
+
+
+def test_a_folder_put_in_the_place_of_an_open_one_is_neither_read_nor_written(tmp_path, cache):
+    engine_programs()
+    (cache / "one.program").write_bytes(b"own")
+    (cache / "one.program").chmod(0o600)
+    with saved_programs._opened(cache) as folder:
+        os.rename(cache, tmp_path / "elsewhere")
+        cache.mkdir()
+        (cache / "one.program").write_bytes(b"of another user")
+        (cache / "one.program").chmod(0o600)
+        assert saved_programs._read_own(folder, "one.program") == b"own"
+        saved_programs._write(folder, "two.program", b"new")
+    assert (tmp_path / "elsewhere" / "two.program").read_bytes() == b"new"
+    assert [file.name for file in cache.iterdir()] == ["one.program"]
+
+
+@pytest.mark.parametrize("change", ["folder", "owner", "link", "mode", "file", "linked file"])
+def test_what_changes_after_the_start_is_not_loaded(tmp_path, cache, caplog, monkeypatch, change):
+    """Each program is loaded after a check of its own: the folder may have been moved away since the first."""
+    base = tmp_path / "a"
+    base.mkdir(mode=0o700)
+    jax.config.update("jax_compilation_cache_dir", str(base))
+    saved, shape = engine_programs(), a_shape()
+    path = saved._path(shape)
+    path.write_bytes(b"to be executed")
+    path.chmod(0o600)
+    assert saved.load(shape) is None
+    assert "damaged" in caplog.text, "or it was not looked at"
+    caplog.clear()
+    elsewhere = tmp_path / "elsewhere"
+    if change == "folder":
+        os.chmod(path.parent, 0o777)
+    elif change == "owner":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    elif change == "link":
+        os.rename(path.parent, elsewhere)
+        path.parent.symlink_to(elsewhere)
+    elif change == "mode":
+        path.chmod(0o666)
+    elif change == "file":
+        real = os.fstat
+
+        def of_another_user(descriptor: int) -> os.stat_result:
+            status = real(descriptor)
+            owner = os.geteuid() + stat.S_ISREG(status.st_mode)
+            return os.stat_result((*status[:4], owner, *status[5:10]))
+
+        monkeypatch.setattr(os, "fstat", of_another_user)
+    else:
+        os.rename(path, elsewhere)
+        path.symlink_to(elsewhere)
+    assert saved.load(shape) is None
+    assert "damaged" not in caplog.text, "it was read"
+    if change != "linked file":
+        assert ("is a link" if change == "link" else "others may write to it") in caplog.text
+
+
 def test_the_folder_is_bounded_and_the_longest_unused_go_first(cache, monkeypatch):
     engine_programs()
     for age in range(4):
         (cache / f"{age}.program").write_bytes(bytes(10))
         os.utime(cache / f"{age}.program", (age, age))
     monkeypatch.setattr(saved_programs, "MAX_BYTES", 25)
-    saved_programs._write(cache / "new.program", b"more")
+    with saved_programs._opened(cache) as folder:
+        saved_programs._write(folder, "new.program", b"more")
     assert {file.name for file in cache.iterdir()} == {"3.program", "2.program", "new.program"}
 
 

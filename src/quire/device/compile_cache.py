@@ -19,7 +19,9 @@ def use_compile_cache(folder: str | None) -> None:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = Path(folder) if folder else base / "quire" / "xla"
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        if not path.parent.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # others could replace JAX's own files
+        path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:  # a read-only home, a full disk
         _log.warning("compile_cache cannot be used (%s): every start compiles its programs anew", error.strerror)
         return

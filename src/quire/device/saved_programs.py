@@ -4,19 +4,23 @@ JAX's own compile cache knows a program by what tracing it gave, and tracing is 
 Here a program is known by everything that decides what tracing gives: the files of this package, the versions, the
 machine, JAX's settings, and the types of all arguments. The files live in a folder of that cache.
 
-A saved program is machine code and a pickle of JAX's, and whoever can write it can run code as the user: a folder that
-others own or may write to is not used.
+A saved program is machine code and a pickle of JAX's: another user able to write it could run code as the user. The
+folder and the file must therefore belong to the user and not be writable by others. Folders above it may be, as volumes
+of containers are: the folder is opened and checked at every load, and files are opened relative to its descriptor, so
+that a folder put in its place has no effect.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import platform
-import tempfile
+import secrets
+import stat
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -52,8 +56,8 @@ class SavedPrograms:
             return None
         path = self._path(shape)
         try:
-            data = path.read_bytes()
-            os.utime(path)
+            with _opened(self._folder) as folder:
+                data = _read_own(folder, path.name)
         except OSError:
             return None
         digest, content = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
@@ -85,7 +89,8 @@ class SavedPrograms:
             try:
                 content, *trees = serialize_executable.serialize(compiled)
                 if trees == self._trees(shape):
-                    _write(self._path(shape), hashlib.sha256(content).digest() + content)
+                    with _opened(self._folder) as folder:
+                        _write(folder, self._path(shape).name, hashlib.sha256(content).digest() + content)
             except OSError as error:
                 _log.warning("a program cannot be saved (%s): the next start traces it again", error.strerror)
             except Exception as error:  # it calls back into Python, or XLA has no form for it on this platform
@@ -158,33 +163,74 @@ def _usable_folder() -> Path | None:
     base = jax.config.jax_compilation_cache_dir
     if not base or "://" in base:
         return None
-    folder = Path(base) / FOLDER
+    folder = Path(base).absolute() / FOLDER
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = folder.stat()
-    except OSError:  # use_compile_cache has said so
+        with _opened(folder):
+            return folder
+    except OSError:  # use_compile_cache or _opened has logged it
         return None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        _log.warning("compile_cache: %s belongs to another user or others may write to it: not used", FOLDER)
-        return None
-    return folder
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file so that it is there whole or not at all, and keep the folder bounded."""
-    kept = sorted(path.parent.glob("*.program"), key=lambda file: file.stat().st_mtime, reverse=True)
+@contextlib.contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    """Yield a descriptor of a folder; OSError, after a log line, if it is a link or others may change what is in it."""
+    unused = "saved programs are not used; "
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        message = "compile_cache: %s cannot be opened, or is a link (%s): " + unused
+        _log.warning(message + "choose another folder with compile_cache", folder, error.strerror)
+        raise
+    try:
+        if not _is_own(os.fstat(descriptor)):
+            message = "compile_cache: %s belongs to another user or others may write to it: " + unused
+            _log.warning(message + "run chmod go-w on it, or choose another folder with compile_cache", folder)
+            raise PermissionError(folder)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _is_own(status: os.stat_result) -> bool:
+    """Whether a file or a folder belongs to this user, and no other user but root may write to it."""
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _read_own(folder: int, name: str) -> bytes:
+    """The content of a file, which counts as used; OSError if it is a link, another user's, or others may write to it.
+
+    `folder` is a descriptor.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(name, flags, dir_fd=folder), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not _is_own(status) or not stat.S_ISREG(status.st_mode):
+            _log.warning("a saved program belongs to another user or others may write to it: %s", name)
+            raise PermissionError(name)
+        os.utime(file.fileno())
+        return file.read()
+
+
+def _write(folder: int, name: str, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all, and keep the folder bounded. `folder` is a descriptor."""
+    with os.scandir(folder) as entries:
+        kept = [(entry.stat(), entry.name) for entry in entries if entry.name.endswith(".program")]
     total = len(data)
-    for file in kept:
-        total += file.stat().st_size
+    for status, old in sorted(kept, key=lambda file: file[0].st_mtime, reverse=True):
+        total += status.st_size
         if total > MAX_BYTES:
-            file.unlink(missing_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".part", delete=False) as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(old, dir_fd=folder)
+    part = f"{secrets.token_hex(8)}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    with open(os.open(part, flags, mode=0o600, dir_fd=folder), "wb") as file:
         try:
             file.write(data)
             file.flush()
-            os.replace(file.name, path)
+            os.replace(part, name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError:
-            os.unlink(file.name)
+            os.unlink(part, dir_fd=folder)
             raise
 
 

@@ -46,6 +46,8 @@ ANSWER_SECONDS = 2 * PATIENCE_SECONDS
 START_SECONDS = 30
 """By the clock, until a process that has to start first is taken to hang."""
 
+_PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Environment variables that a process may need to import Quire."""
 _STACK_BYTES = 2 << 20  # a thread of the engine has four times as much
 
 
@@ -93,7 +95,9 @@ class _TrialProcess:
     """One process that tries forms, seen from outside."""
 
     def __init__(self, vocabulary: "Vocabulary") -> None:
-        environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread, one heap
+        # Nothing else of the environment: it may hold API keys.
+        environment = {name: os.environ[name] for name in _PYTHON_VARIABLES if name in os.environ}
+        environment |= {"MALLOC_ARENA_MAX": "1", "OPENBLAS_NUM_THREADS": "1"}  # one thread, one heap
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "quire.structured.sandbox"],
             bufsize=0,
