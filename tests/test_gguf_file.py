@@ -17,7 +17,8 @@ from quire.device.models.rotary import rotary_frequencies
 from quire.device.models.weights import load_params, params_from_tensors, weight_specs
 from tests.tiny import tiny_config, tiny_tensors
 
-PERMUTED = ("llama", "mistral", "mixtral", "granite", "smollm3")
+READ_FROM_GGUF = sorted(name for name, known in ARCHITECTURES.items() if known.gguf_name)
+PERMUTED = ("llama", "mixtral", "granite", "smollm3")
 """Architectures whose q and k llama.cpp's converter permutes."""
 MatmulKind = gguf.GGMLQuantizationType
 
@@ -38,8 +39,7 @@ def tensor_specs(config):
 
 def write(path, config, tensors, kind=MatmulKind.F32, sampling=None, **metadata):
     attention, specs = config.attention[0], tensor_specs(config)
-    names = {"gpt_oss": "gpt-oss", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
-    writer = gguf.GGUFWriter(path, names.get(config.architecture, config.architecture))
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[config.architecture].gguf_name or config.architecture)
     writer.add_context_length(config.max_len)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
@@ -102,6 +102,7 @@ METADATA = {
     "granite": {"attention.scale": 0.2, "embedding_scale": 2.0, "residual_scale": 0.5, "logit_scale": 0.5},
     "olmo2": {},
     "phi3": {"rope.dimension_count": 6, "attention.sliding_window": 0},
+    "qwen2": {},
     "qwen3": {},
     "smollm3": {},
 }
@@ -176,13 +177,34 @@ def test_longrope_of_phi3_holds_up_to_the_original_length(tmp_path):
     assert rotary.scaling.attention_factor == 1.25
 
 
-def test_a_file_of_gemma4_is_refused(tmp_path):
-    config = tiny_config("gemma4")
-    with pytest.raises(ValueError, match="GGUF files of gemma4 are not supported; take the model's safetensors"):
+@pytest.mark.parametrize("architecture", sorted({*ARCHITECTURES} - {*READ_FROM_GGUF}))
+def test_an_architecture_without_a_gguf_name_is_refused(tmp_path, architecture):
+    """Its weights would be read in an order that was never compared with llama.cpp's converter."""
+    config = tiny_config(architecture)
+    says = f"GGUF files of model type '{architecture}' are not supported; use the model's safetensors"
+    with pytest.raises(ValueError, match=says):
         write(tmp_path / "model.gguf", config, tiny_tensors(config))
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("mixtral", "F32"), ("olmoe", "F32"), ("qwen3_moe", "Q8_0")])
+def test_a_file_of_an_unknown_model_type_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(path := tmp_path / "model.gguf", "mamba")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    says = r"GGUF files of model type 'mamba' are not supported; supported are gemma2, .*qwen3moe, .* safetensors"
+    with pytest.raises(ValueError, match=says):
+        GgufFile(path)
+
+
+MIXTURES = [("mixtral", "F32"), ("olmoe", "F32"), ("qwen3_moe", "Q8_0")]
+
+
+def test_every_architecture_with_a_gguf_name_is_written_and_read_back_here():
+    assert {"llama", "gpt_oss", *METADATA, *(name for name, _ in MIXTURES)} == {*READ_FROM_GGUF}
+
+
+@pytest.mark.parametrize(("architecture", "kind"), MIXTURES)
 def test_experts_are_one_tensor_for_all_of_them(tmp_path, architecture, kind):
     experts = ExpertsConfig(
         num_experts=6,
@@ -358,7 +380,7 @@ def test_llama_31_scaling_arrives_as_factors(tmp_path):
 
 
 def test_a_window_in_the_metadata_is_every_layers(tmp_path):
-    config = tiny_config("mistral")
+    config = tiny_config("phi3")
     file = write(tmp_path / "model.gguf", config, tiny_tensors(config), **{"attention.sliding_window": 17})
     assert [attention.window for attention in file.config().attention] == [17, 17]
 
@@ -379,3 +401,24 @@ def test_sampling_that_a_file_states_is_read_in_the_words_of_generation_config(t
     stated = {"temp": 0.5, "top_k": 20, "penalty_repeat": 1.25, "mirostat": 2}
     file = write(tmp_path / "stated.gguf", config, tiny_tensors(config), sampling=stated)
     assert file.generation_config() == {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.25}
+
+
+@pytest.mark.parametrize("architecture", READ_FROM_GGUF)
+def test_names_of_tensors_are_those_of_the_gguf_package(architecture):
+    """The table is llama.cpp's own, not ours: no other program would read a name that only ours has."""
+    config = tiny_config(architecture)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    number = numbers[ARCHITECTURES[architecture].gguf_name]
+    table = gguf.get_tensor_name_map(number, len(config.attention))
+    allowed = [gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[number]]
+    allowed = {name.format(bid=i) for name in allowed for i in range(len(config.attention))}
+    wrong = {}
+    for name, spec in tensor_specs(config).items():
+        expected = table.get_name(name.rpartition(".")[0])
+        for full_name in spec.gguf_parts or (spec.gguf_name,):
+            stem, _, suffix = full_name.rpartition(".")
+            if stem not in allowed or (expected is not None and stem != expected):
+                wrong[name] = f"{stem}.{suffix}", expected
+    if architecture == "gemma2":  # its files have no output matrix: it is the embedding
+        del wrong["lm_head.weight"]
+    assert not wrong

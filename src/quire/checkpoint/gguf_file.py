@@ -13,7 +13,7 @@ from gguf import GGUFEndian, GGUFValueType
 
 from quire.config import MAX_DIMENSION, MAX_LAYERS, ModelConfig, check_whole
 from quire.device.blocked import Format, StoredTensor
-from quire.device.models import get_architecture
+from quire.device.models import get_gguf_architecture
 from quire.device.models.architecture import with_defaults
 from quire.device.models.weight_specs import TensorSpec
 from quire.embedding import EmbeddingConfig
@@ -41,10 +41,6 @@ SAMPLING_FIELDS = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-ARCHITECTURES = {"gpt-oss": "gpt_oss", "qwen3moe": "qwen3_moe"}
-"""Hugging Face's name of an architecture where llama.cpp has another."""
-NORMALIZED_EXPERTS = ("gpt_oss", "mixtral", "qwen3_moe")
-"""Architectures in which llama.cpp divides the weights of a token's experts by their sum; no field says it."""
 MAX_ENTRIES = 1 << 22
 """Of all arrays of metadata: the tokens and merges of the largest vocabularies, a few times over."""
 VALUES_AT_ONCE = 1 << 17
@@ -63,7 +59,8 @@ class GgufFile:
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))
-        get_architecture(self._architecture)  # raises where there is none of this name
+        has_experts = bool(self._field(f"{self.name}.expert_count", 0))
+        self._architecture = get_gguf_architecture(self.name, has_experts=has_experts)
         self._config = self._read_config()
 
     def config(self) -> ModelConfig:
@@ -122,13 +119,6 @@ class GgufFile:
             shape, data = shape[1:], data[index]
         return _dequantize(data, tensor.tensor_type).reshape(shape)
 
-    @property
-    def _architecture(self) -> str:
-        """Hugging Face's name of the architecture: llama.cpp takes Mixtral for a Llama with experts."""
-        if self.name == "llama" and self._field("llama.expert_count", 0):
-            return "mixtral"
-        return ARCHITECTURES.get(self.name, self.name)
-
     def _experts(self, num_layers: int) -> dict[str, Any]:
         """What is said of experts, in the words of config.json."""
         arch = self.name
@@ -142,13 +132,12 @@ class GgufFile:
             "num_experts": self._whole(f"{arch}.expert_count"),
             "num_experts_per_tok": self._whole(f"{arch}.expert_used_count"),
             "moe_intermediate_size": self._whole(f"{arch}.expert_feed_forward_length", width),
-            "norm_topk_prob": self._architecture in NORMALIZED_EXPERTS,
             "mlp_only_layers": dense,
         }
 
     def _read_config(self) -> ModelConfig:
         """The metadata in the words of config.json, which the architecture reads."""
-        architecture, hf = get_architecture(self._architecture), self._common_fields()
+        architecture, hf = self._architecture, self._common_fields()
         for key, name in architecture.gguf_fields.items():
             hf[key] = self._field(f"{self.name}.{name}", None)
         return architecture.config(with_defaults(hf, architecture.gguf_knows(hf)))

@@ -21,7 +21,7 @@ class Architecture:
     """One kind of decoder."""
 
     name: str
-    """As in config.json's `model_type` and GGUF's `general.architecture`."""
+    """As in config.json's `model_type`."""
     config: Callable[[Mapping[str, Any]], ModelConfig]
     """Reads config.json, and what GGUF files say in its words."""
     weights: Callable[[ModelConfig], WeightSpecs]
@@ -30,6 +30,11 @@ class Architecture:
     """Computes one layer."""
     model_types: tuple[str, ...] = ()
     """Other values of `model_type` that mean it."""
+    gguf_name: str | None = None
+    """The `general.architecture` of its GGUF files; `None` if Quire does not read this architecture from GGUF files.
+
+    Without a name, `gguf_fields` and `gguf_knows` are not used.
+    """
     gguf_fields: Mapping[str, str] = field(default_factory=dict)
     """What GGUF files say of this architecture alone: name in config.json -> name after the architecture's."""
     gguf_knows: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda hf: {}

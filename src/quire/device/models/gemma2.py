@@ -58,6 +58,7 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=partial(decoder_layer, finish=normalise_once_more),
+    gguf_name="gemma2",
     gguf_fields={key: key for key in SOFT_CAPS},
     gguf_knows=lambda hf: gguf_knows(hf, num_layers_27b=NUM_LAYERS_27B) | SOFT_CAPS,
 )

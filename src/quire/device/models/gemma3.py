@@ -113,6 +113,7 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=layer_weights),
     layer=partial(decoder_layer, finish=normalise_once_more),
+    gguf_name="gemma3",
     gguf_fields={
         "rope_local_base_freq": "rope.freq_base_swa",
         "final_logit_softcapping": "final_logit_softcapping",

@@ -137,15 +137,10 @@ def _layer(
     return x_TD, jnp.zeros_like(x_TD), kv
 
 
-def _refuse_gguf(hf: Mapping[str, Any]) -> Mapping[str, Any]:
-    raise ValueError("GGUF files of gemma4 are not supported; take the model's safetensors")
-
-
 ARCHITECTURE = Architecture(
     name="gemma4",
     model_types=("gemma4_text",),
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=_layer,
-    gguf_knows=_refuse_gguf,
 )

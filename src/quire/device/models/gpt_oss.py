@@ -113,5 +113,6 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=partial(decoder_layer, mlp=experts_mlp),
+    gguf_name="gpt-oss",
     gguf_knows=_gguf_knows,
 )

@@ -37,6 +37,7 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=layer_weights),
     layer=partial(decoder_layer, finish=_multiply),
+    gguf_name="granite",
     gguf_fields={
         "attention_multiplier": "attention.scale",
         "embedding_multiplier": "embedding_scale",

@@ -19,4 +19,5 @@ ARCHITECTURE = Architecture(
     config=partial(read_config, name="llama"),
     weights=partial(decoder_weights, layer=layer_weights),
     layer=decoder_layer,
+    gguf_name="llama",
 )

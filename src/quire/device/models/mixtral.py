@@ -38,4 +38,5 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=partial(decoder_layer, mlp=experts_mlp),
+    gguf_name="llama",
 )

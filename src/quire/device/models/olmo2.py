@@ -91,4 +91,5 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=layer_weights),
     layer=layer,
+    gguf_name="olmo2",
 )

@@ -29,4 +29,5 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=partial(decoder_layer, project=project_normed_together, mlp=experts_mlp),
+    gguf_name="olmoe",
 )

@@ -31,4 +31,5 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=decoder_layer,
+    gguf_name="qwen3",
 )

@@ -44,4 +44,6 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=_layer_weights),
     layer=partial(decoder_layer, mlp=experts_mlp),
+    gguf_name="qwen3moe",
+    gguf_knows=lambda hf: {"norm_topk_prob": True},
 )

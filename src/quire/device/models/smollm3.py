@@ -45,4 +45,5 @@ ARCHITECTURE = Architecture(
     config=_config,
     weights=partial(decoder_weights, layer=layer_weights),
     layer=decoder_layer,
+    gguf_name="smollm3",
 )
