@@ -1,5 +1,6 @@
 # What CI runs, and the pieces of it.
-.PHONY: check docs fast format lock nightly proto
+.PHONY: check docs fast format lock nightly proto pull-request upgrade
+COMPILE = .venv/bin/python -m uv pip compile --quiet --generate-hashes --no-header $(UPGRADE)
 
 check:  ## everything CI runs
 	.ci/run
@@ -9,6 +10,9 @@ nightly: ## other sizes and combinations too
 
 fast:   ## something of everything, in about five minutes
 	.ci/run fast
+
+pull-request: ## fast, the native driver, every architecture and an engine of each kind
+	.ci/run pull-request
 
 docs:   ## the docs site, in .cache/site
 	.ci/dev-env
@@ -20,13 +24,16 @@ format: ## put the code in shape
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-lock:   ## pin what pyproject.toml asks for
+lock:   ## pin what pyproject.toml asks for; pins that still fit stay
 	.ci/dev-env
-	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --extra parquet --group dev --universal --generate-hashes --no-header --upgrade -o requirements.lock
-	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra server --extra otel --extra parquet --group test --python-version 3.12 --resolution lowest-direct --generate-hashes --no-header --upgrade -o requirements.floors.lock
-	.venv/bin/python -m uv pip compile --quiet pyproject.toml tests/tunix/requirements.in --python-version 3.12 --generate-hashes --no-header --upgrade -o tests/tunix/requirements.txt
-	.venv/bin/python -m uv pip compile --quiet pyproject.toml --extra ray tests/ray/requirements.in --python-version 3.12 --generate-hashes --no-header --upgrade -o tests/ray/requirements.txt
-	.venv/bin/python -m uv pip compile --quiet docs/requirements.in --universal --python-version 3.12 --generate-hashes --no-header --upgrade -o docs/requirements.txt
+	$(COMPILE) pyproject.toml --extra server --extra otel --extra parquet --group dev --universal -o requirements.lock
+	$(COMPILE) pyproject.toml --extra server --extra otel --extra parquet --group test --python-version 3.12 --resolution lowest-direct -o requirements.floors.lock
+	$(COMPILE) pyproject.toml tests/tunix/requirements.in --python-version 3.12 -o tests/tunix/requirements.txt
+	$(COMPILE) pyproject.toml --extra ray tests/ray/requirements.in --python-version 3.12 -o tests/ray/requirements.txt
+	$(COMPILE) docs/requirements.in --universal --python-version 3.12 -o docs/requirements.txt
+
+upgrade: ## pin the newest versions that pyproject.toml allows
+	$(MAKE) lock UPGRADE=--upgrade
 
 proto:  ## what src/quire/server/grpc/proto/quire.proto says, in Python
 	.ci/dev-env

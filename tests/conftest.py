@@ -30,7 +30,9 @@ os.environ["XDG_CACHE_HOME"] = str(ROOT / ".cache" / f"tests-{os.environ.get('PY
 
 import jax  # noqa: E402
 
-from tests import thorough  # noqa: E402, F401 - a profile of Hypothesis
+from tests import thorough, time_limit  # noqa: E402, F401 - a profile of Hypothesis
+from tests.seeds import default_seed  # noqa: E402
+from tests.time_limit import pytest_runtest_protocol  # noqa: E402, F401 - a hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -93,13 +95,24 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    time_limit.pytest_addoption(parser)
     parser.addoption("--soak-seconds", type=float, default=20.0, help="how long the streams of test_soak run")
+    parser.addoption("--seed", type=int, help="of random histories; by default a number of the commit")
     parser.addoption("--operations", type=int, default=20_000, help="of the random histories of test_histories")
 
 
 @pytest.fixture
 def num_operations(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--operations")
+
+
+@pytest.fixture
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """A seed for random histories that differs from commit to commit; printed, so that a failure can be repeated."""
+    given = request.config.getoption("--seed")
+    seed = default_seed() if given is None else given
+    print(f"\nrepeat this with --seed {seed}")
+    return seed
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from quire.engine.drafting_runner import DraftingRunner
 from quire.llm import new_text
 from quire.structured.compiler import GrammarCompiler
 from quire.structured.form import Structured
-from quire.testing import InjectedError, KVError, fake_engine, hash_step, next_token
+from quire.testing import FakeRunner, InjectedError, KVError, fake_engine, hash_step, next_token
 from quire.text.detokenizer import Detokenizer
 from quire.text.tokenizer import Tokenizer
 from tests.fake_sampler import SamplingRunner, drawn_from, kept_mass, logprob, top
@@ -528,7 +528,8 @@ class History:
             params["logprobs"] = self.random.choice((0, 2))
         if self.params(parent).seed is not None and self.random.random() < 0.3:
             params.pop("seed", None)  # it draws by its parent's
-        return SamplingParams(**params | {"n": 1})
+        params["n"] = 1
+        return SamplingParams(**params)
 
     def fork_one(
         self, parent: Sequence, params: SamplingParams | None = None, forced: list[int] | None = None
@@ -582,7 +583,11 @@ class History:
         if (child.tokens, child.logprobs, child.weight_versions) != begun:
             raise MismatchError(f"{child.name} does not begin as {parent.name}")
         if wants_scores and len(child.logprobs) < child.num_output:
-            self.unscored[child] = self.unscored.get(parent, child.prompt_len + len(child.logprobs))
+            scored = child.prompt_len + len(child.logprobs)
+            if parent in self.unscored:  # what its parent scored has the alternatives that its parent asked for
+                self.expect_scores(parent, scored)
+                self.unscored[parent] = scored
+            self.unscored[child] = scored
             self.done["unscored forks"] += 1
             if parent in self.rescored:
                 self.rescored.add(child)
@@ -626,6 +631,7 @@ class History:
         self.meet("failing step", self.engine.scheduler.running)
         both = self.engine.runner
         runner = self.random.choice((both.target, both.draft)) if isinstance(both, DraftingRunner) else both
+        assert isinstance(runner, FakeRunner)
         runner.fail_next = self.random.choice(("before", "inside"))
         self.step()
         runner.fail_next = None
@@ -753,7 +759,7 @@ DRAFT_MODELS = [
 catch up."""
 
 
-def loud(lose_kv: Callable[[Exception], None]) -> Callable[[Exception], None]:
+def loud(lose_kv: Callable[[Exception], None]):
     """Of a draft model that goes on whatever happens: not when it has read what is not there."""
 
     def lose(error: Exception) -> None:

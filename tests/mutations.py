@@ -19,6 +19,8 @@ from quire.text.detokenizer import Detokenizer
 from tests.histories import DEFAULTS, FIELDS, ToyGrammar
 
 MUTATIONS = {}
+RARE_MUTATIONS = {}
+"""Those that histories meet once in 100,000 operations: exact tests of tests/core/test_prefix_cache.py find them."""
 
 
 def mutation(function):
@@ -590,3 +592,31 @@ def make_room_in_the_first_pool_alone(patch):
 def take_a_known_page_of_a_window_for_nothing(patch):
     """A prefix found in a window counts as gained, though its idle pages are no longer there for others."""
     patch.setattr(WindowPool, "num_idle", lambda self, pages: 0, raising=False)
+
+
+def rare_mutation(function):
+    RARE_MUTATIONS[function.__name__] = function
+    return function
+
+
+@rare_mutation
+def share_a_last_page_of_two_weight_versions(patch):
+    """The last page of a sequence that ends is findable whatever weights its KV is of."""
+    publish_end = PageTables.publish_end
+
+    def publish(self, sequence):
+        sequence.kv_weights = self.weights
+        publish_end(self, sequence)
+
+    patch.setattr(PageTables, "publish_end", publish)
+
+
+@rare_mutation
+def reach_ahead_by_the_first_pool_alone(patch):
+    """How far a dispatch may reach is decided without the pages that windows have left."""
+
+    def reachable_end(self, sequence, end):
+        num_pages = min(self.pages_for(end), len(sequence.pages) + self.pool.allocator.num_free)
+        return min(end, num_pages * self.page_size)
+
+    patch.setattr(PageTables, "reachable_end", reachable_end)

@@ -19,9 +19,10 @@ from quire import SamplingParams
 from quire.core.draft_pages import DraftPages
 from quire.core.errors import AuditError
 from quire.testing import KVError
+from tests.core import test_prefix_cache
 from tests.effort import slow
 from tests.histories import CONFIGS, DRAFT_MODELS, WEIGHTS, History, play_history
-from tests.mutations import MUTATIONS
+from tests.mutations import MUTATIONS, RARE_MUTATIONS
 
 HISTORY = 400
 """Operations in one history."""
@@ -56,7 +57,11 @@ HAPPENINGS = (
 def play_many(first: int, last: int) -> Counter:
     total = Counter()
     for seed in range(first, last):
-        total += play_history(seed, HISTORY)
+        try:
+            total += play_history(seed, HISTORY)
+        except Exception as error:
+            error.add_note(f"history {seed}: repeat it with play_history({seed}, {HISTORY})")
+            raise
     return total
 
 
@@ -111,15 +116,17 @@ def test_pages_that_the_draft_model_lacks_are_found(forgotten, monkeypatch):
 
 
 @pytest.mark.slow
-def test_many_operations_without_a_finding(num_operations):
+def test_many_operations_without_a_finding(num_operations, fresh_seed):
     num_histories, chunk, start = num_operations // HISTORY, 25, time.monotonic()
+    first = fresh_seed * 1_000_000
+    last = first + num_histories
     total = Counter()
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for part in pool.map(play_many, range(0, num_histories, chunk), range(chunk, num_histories + chunk, chunk)):
+        for part in pool.map(play_many, range(first, last, chunk), range(first + chunk, last + chunk, chunk)):
             total += part
     assert sum(total[name] for name in WEIGHTS) >= num_operations
     counts = {name: count for name, count in total.items() if isinstance(name, str)}
-    print(f"\n{num_histories} histories in {time.monotonic() - start:.0f} s: {counts}")
+    print(f"\n{num_histories} histories from {first} on in {time.monotonic() - start:.0f} s: {counts}")
 
 
 class Life(RuleBasedStateMachine):
@@ -179,3 +186,18 @@ def test_a_mutation_is_found(name, monkeypatch):
             print(f"\n{name}: history {seed}, {time.monotonic() - start:.2f} s: {type(finding).__name__}: {finding}")
             return
     pytest.fail(f"{NUM_SEEDS} histories did not find it")
+
+
+@pytest.mark.parametrize("name", RARE_MUTATIONS)
+def test_a_rare_mutation_is_found_by_an_exact_test(name, monkeypatch):
+    RARE_MUTATIONS[name](monkeypatch)
+    exact_test, cases = {
+        "share_a_last_page_of_two_weight_versions": (
+            test_prefix_cache.test_a_last_page_with_kv_of_two_weight_versions_is_not_found, [()]
+        ),
+        "reach_ahead_by_the_first_pool_alone": (
+            test_prefix_cache.test_rounds_reserve_no_more_pages_than_every_window_has, [(i,) for i in range(6, 14)]
+        ),
+    }[name]  # fmt: skip
+    with pytest.raises((AssertionError, AuditError, ValueError, RuntimeError)):
+        _ = [exact_test(*case) for case in cases]

@@ -1,6 +1,6 @@
 """A step's result without a device, and sequences to schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,9 @@ import numpy as np
 from quire.core.audit import audit
 from quire.core.page_pool import PagePool, WindowPool
 from quire.core.page_tables import PageTables
+from quire.core.pages import PageAllocator
 from quire.core.plan import StepPlan
+from quire.core.prefix_cache import PrefixCache
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.scheduler import Scheduler
@@ -29,6 +31,7 @@ class Result:
     processed_top_logprobs_SRX: np.ndarray
     scores: "Result | None" = None
     drafted_BR: np.ndarray | None = None
+    pooled_BD: np.ndarray | None = None
 
 
 def result(plan: StepPlan, token: Callable[[Sequence, int], int] | int = 7) -> Result:
@@ -68,6 +71,18 @@ def scheduler(
     return Scheduler(tables, max_num_seqs=rows, max_num_batched_tokens=budget, **more)
 
 
+def host_of(s: Scheduler) -> PageAllocator:
+    """The host memory of a scheduler that swaps."""
+    assert s.tables.pool.host is not None
+    return s.tables.pool.host
+
+
+def prefix_cache_of(s: Scheduler) -> PrefixCache:
+    """The prefix cache of a scheduler that has one."""
+    assert s.tables.pool.prefix_cache is not None
+    return s.tables.pool.prefix_cache
+
+
 class Arrivals:
     """Makes sequences in order of arrival."""
 
@@ -75,7 +90,14 @@ class Arrivals:
         self.count = 0
 
     def __call__(
-        self, prompt_len: int, max_tokens: int = 4, *, priority: int = 0, tenant: str = "", eos=frozenset(), **params
+        self,
+        prompt_len: int,
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        tenant: str = "",
+        eos: Iterable[int] = (),
+        **params,
     ) -> Sequence:
         self.count += 1
         request = Request(

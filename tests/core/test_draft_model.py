@@ -1,5 +1,7 @@
 """The draft model, on the host: which KV it has, what it computes so that it can guess, and how often it does."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,8 @@ from tests.core.fake import Arrivals, Result, result, scheduler
 
 def drafting(**knobs) -> Scheduler:
     """A scheduler with a draft model that knows 64 positions."""
-    return scheduler(**{"drafts": 8, "draft_len": 64, "budget": 16} | knobs)
+    asked: dict[str, Any] = {"drafts": 8, "draft_len": 64, "budget": 16} | knobs
+    return scheduler(**asked)
 
 
 def draft_rows(plan: StepPlan) -> list[tuple[int, int, int]]:

@@ -1,12 +1,14 @@
 """Who loses its pages, how, and where they go: exact page ids, no device."""
 
+from typing import Any
+
 import pytest
 
 from quire.core.audit import audit
 from quire.core.errors import AuditError
 from quire.core.preemption import PreemptionCosts
 from quire.core.sequence import SequenceState
-from tests.core.fake import Arrivals, result, run, scheduler
+from tests.core.fake import Arrivals, host_of, result, run, scheduler
 
 
 @pytest.fixture
@@ -22,7 +24,8 @@ def step(s):
 
 
 def swapping(**more):
-    return scheduler(page_size=4, budget=64, preemption="swap", **({"num_pages": 5, "num_host_pages": 8} | more))
+    asked: dict[str, Any] = {"num_pages": 5, "num_host_pages": 8} | more
+    return scheduler(page_size=4, budget=64, preemption="swap", **asked)
 
 
 def test_pages_go_to_the_host_and_come_back_elsewhere(arrive):
@@ -47,7 +50,7 @@ def test_pages_go_to_the_host_and_come_back_elsewhere(arrive):
     s.commit(plan, result(plan))
     run(s)
     assert (s.num_swaps, s.num_recomputes) == (1, 0)
-    assert (s.tables.pool.allocator.num_free, s.tables.pool.host.num_free) == (5, 8)
+    assert (s.tables.pool.allocator.num_free, host_of(s).num_free) == (5, 8)
 
 
 def test_out_and_in_again_within_one_plan(arrive):
@@ -147,7 +150,7 @@ def test_an_abort_before_the_move_takes_the_move_back(arrive):
     step(s)
     s.preempt(b, swap=True)
     s.abort(b)
-    assert s.tables.pool.host.num_free == 8
+    assert host_of(s).num_free == 8
     assert s.schedule().operations[0].swap_outs == []
 
 
@@ -219,9 +222,9 @@ def test_a_family_goes_to_the_host_once(arrive):
     for member in first.family[1:]:
         s.preempt(member, swap=True)
     audit(s)
-    assert 64 - s.tables.pool.host.num_free == 8 + 3, "eight full pages of the prompt, and each child's own"
+    assert 64 - host_of(s).num_free == 8 + 3, "eight full pages of the prompt, and each child's own"
     plan = s.schedule()
     assert len(plan.operations[0].swap_outs) == 11
     s.commit(plan, result(plan))
     run(s)
-    assert s.tables.pool.host.num_free == 64
+    assert host_of(s).num_free == 64

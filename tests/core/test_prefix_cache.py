@@ -7,7 +7,7 @@ from quire.core.prefix_cache import page_hash, page_root
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Sequence, Weights
-from tests.core.fake import result, run, scheduler
+from tests.core.fake import prefix_cache_of, result, run, scheduler
 
 
 def sequence(tokens, arrival=1, max_tokens=1, salt="", priority=0, **params) -> Sequence:
@@ -57,7 +57,7 @@ def test_a_page_is_not_visible_before_its_step_is_committed():
     s = cached()
     s.add(sequence(range(9), max_tokens=3))
     plan = s.schedule()
-    assert s.tables.pool.prefix_cache.num_pages == 0
+    assert prefix_cache_of(s).num_pages == 0
     late = sequence(range(9), 2)
     s.add(late)
     assert s.tables.find_prefix(late).pages == []
@@ -71,10 +71,10 @@ def test_partial_pages_and_the_token_just_drawn_are_never_published():
     s.add(first)
     plan = s.schedule()
     s.commit(plan, result(plan))  # seven computed, the eighth drawn: one page is full
-    assert s.tables.pool.prefix_cache.num_pages == 1
+    assert prefix_cache_of(s).num_pages == 1
     plan = s.schedule()
     s.commit(plan, result(plan))
-    assert s.tables.pool.prefix_cache.num_pages == 2
+    assert prefix_cache_of(s).num_pages == 2
 
 
 def test_generated_tokens_are_found_too():
@@ -138,7 +138,7 @@ def test_least_recently_used_goes_first_and_leaves_before_parents():
     old, new = [0, 1], s.tables.find_prefix(sequence(range(50, 59), 9)).pages
     assert s.tables.find_prefix(sequence(range(9), 9)).pages == old
     finish(s, sequence(range(9), 3))  # the older prefix is used again
-    order = [s.tables.pool.prefix_cache.evict(1)[0] for _ in range(4)]
+    order = [prefix_cache_of(s).evict(1)[0] for _ in range(4)]
     assert order == [new[1], new[0], 1, 0]
 
 
@@ -148,7 +148,7 @@ def test_a_parent_outlives_every_child_even_when_children_end_at_different_times
     finish(s, sequence([*shared, 10, 11, 12, 13, 14], 1))
     finish(s, sequence([*shared, 20, 21, 22, 23, 24], 2))
     parent = s.tables.find_prefix(sequence([*shared, 0], 9)).pages
-    order = [s.tables.pool.prefix_cache.evict(1)[0] for _ in range(3)]
+    order = [prefix_cache_of(s).evict(1)[0] for _ in range(3)]
     assert order[-1:] == parent
 
 
@@ -181,7 +181,7 @@ def test_cached_pages_make_room_before_anybody_is_preempted():
     assert (s.tables.pool.allocator.num_free, s.tables.pool.num_cached) == (1, 3)
     finish(s, sequence(range(50, 62), 2, max_tokens=4))
     assert s.num_preemptions == 0
-    assert s.tables.pool.prefix_cache.num_evictions == 3
+    assert prefix_cache_of(s).num_evictions == 3
 
 
 def test_off_is_off():
@@ -189,3 +189,46 @@ def test_off_is_off():
     finish(s, sequence(range(9)))
     assert s.tables.find_prefix(sequence(range(9), 2)).num_tokens == 0
     assert s.tables.pool.allocator.num_free == 8
+
+
+def keeping(tokens, arrival, max_tokens) -> Sequence:
+    """A sequence whose last page, full or not, stays in the prefix cache."""
+    request = Request(
+        id=f"r{arrival}", prompt_token_ids=tuple(tokens), params=SamplingParams(max_tokens=max_tokens), keeps_end=True
+    )
+    return Sequence(request, index=0, arrival=arrival, seed=0, max_tokens=max_tokens)
+
+
+def step(s):
+    plan = s.schedule()
+    s.commit(plan, result(plan))
+    audit(s)
+    return plan
+
+
+def test_a_last_page_with_kv_of_two_weight_versions_is_not_found():
+    s = scheduler(num_pages=64, page_size=8, rows=3, budget=8, prefix_cache=True)
+    s.add(keeping([1, 2, 3], 1, 3))
+    step(s)
+    s.set_version(1, "keep")
+    run(s)
+    second = keeping([1, 2, 3, 7, 7, 7, 9], 2, 3)
+    s.add(second)
+    assert step(s).rows[0].first == 0
+    assert second.num_cached_tokens == 0
+
+
+def test_a_last_page_that_lacks_one_token_is_found():
+    s = scheduler(num_pages=64, page_size=4, rows=3, budget=8, prefix_cache=True)
+    finish(s, keeping([1, 2, 3], 1, 1))
+    second = keeping([1, 2, 3, 7, 9], 2, 3)
+    s.add(second)
+    assert step(s).rows[0].first == 3
+
+
+@pytest.mark.parametrize("pages", range(6, 14))
+def test_rounds_reserve_no_more_pages_than_every_window_has(pages):
+    s = scheduler(num_pages=64, page_size=2, rows=3, budget=8, windows=((3, pages),), max_rounds=16)
+    for arrival in range(1, 4):
+        s.add(sequence(range(1, 4), arrival, 30))
+    run(s, steps=60)

@@ -15,24 +15,54 @@ from quire.testing import fake_engine
 from tests.server.tiny_folder import write_tiny_folder
 from tests.tiny import tiny_llm
 
-SCREEN = 50
+COLUMNS = 100
+DESCRIPTION_COLUMN = 32
 
 
 def quire(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "quire", *args], capture_output=True, text=True, timeout=600)
 
 
+def flags_in(text: str) -> dict[str, tuple[str, list[str]]]:
+    """The group and the lines of the description of each flag in a help text."""
+    flags: dict[str, tuple[str, list[str]]] = {}
+    heading, flag = "", ""
+    for line in text.splitlines():
+        if line.endswith(":") and not line.startswith(" "):
+            heading = line[:-1]
+        elif line.startswith("  -"):
+            flag, _, description = line.strip().partition("  ")
+            assert flag not in flags
+            flags[flag] = heading, [description.strip()] if description else []
+        elif flag and line.startswith(" " * DESCRIPTION_COLUMN):
+            flags[flag][1].append(line.strip())
+        else:
+            flag = ""
+    return flags
+
+
 @pytest.mark.parametrize("command", ["generate", "chat", "batch", "serve", "bench"])
-def test_help_fits_on_a_screen_and_hides_nothing_for_good(command, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "100")
-    shown = []
+def test_help_is_readable_and_hides_nothing_for_good(command, capsys, monkeypatch):
+    """Lines fit the terminal, descriptions are short and flags are grouped; their number has no limit."""
+    monkeypatch.setenv("COLUMNS", str(COLUMNS))
+    texts = []
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit):
             main([command, flag])
-        shown.append(capsys.readouterr().out)
-    assert len(shown[0].splitlines()) <= SCREEN
-    assert "--attention" not in shown[0]
-    assert "--attention" in shown[1]
+        texts.append(capsys.readouterr().out)
+    shown, everything = map(flags_in, texts)
+    assert shown.items() <= everything.items()
+    assert [flag for flag, (heading, _) in shown.items() if heading.endswith("for experts")] == []
+    assert [flag for flag in everything if flag not in shown and not everything[flag][0].endswith("for experts")] == []
+    assert "--attention NAME" in everything.keys() - shown.keys()
+    for text in texts:
+        assert [line for line in text.splitlines() if len(line) > COLUMNS] == []
+    for flags, most_lines in ((shown, 2), (everything, 4)):
+        assert {flag: lines for flag, (_, lines) in flags.items() if not 1 <= len(lines) <= most_lines} == {}
+    fields = [*dataclasses.fields(EngineConfig), *dataclasses.fields(SamplingParams)]
+    grouped = {"--" + field.name.replace("_", "-") for field in fields}
+    ungrouped = {flag.split()[0] for flag, (heading, _) in everything.items() if heading == "options"}
+    assert grouped & ungrouped == set()
 
 
 def test_a_shell_can_complete(capsys):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".cache/tunix/bin/python"
 
 
-def run(module: str, *args: str) -> dict:
+def run(module: str, *args: str) -> Any:
     """What a program prints last, in the environment that has Tunix."""
     assert PYTHON.exists(), "run .ci/tunix-env first"
     environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "JAX_PLATFORMS": "cpu"}

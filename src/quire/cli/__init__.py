@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Help that fits on a screen: flags that few need are shown by --help-all."""
+    """Parser whose --help leaves out the flags for experts; --help-all shows them too."""
 
     def __init__(self, **how: typing.Any) -> None:
         super().__init__(**how, formatter_class=_Wide, allow_abbrev=False)

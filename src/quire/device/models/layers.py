@@ -7,7 +7,7 @@ come as `linear.convert` makes them for this device, the output head under `unem
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -48,9 +48,30 @@ class ModelStatics:
         return self.config.pools(self.windows)
 
 
-LayerFunction = Callable[..., tuple[jax.Array, jax.Array, LayerKV]]
-"""Computes one layer; see `decoder_layer`."""
-Project = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+@runtime_checkable
+class LayerFunction(Protocol):
+    """Computes one layer; see `decoder_layer`."""
+
+    def __call__(
+        self,
+        weights: Params,
+        x_TD: jax.Array,
+        delta_TD: jax.Array,
+        kv: LayerKV,
+        rotary: Rotary | None,
+        layout: BatchLayout,
+        /,
+        *,
+        attention: AttentionConfig,
+        statics: ModelStatics,
+    ) -> tuple[jax.Array, jax.Array, LayerKV]:
+        """Return the residual stream, what this layer adds to it, not yet added, and the layer's new KV."""
+        ...
+
+
+Project = Callable[
+    [Params, jax.Array, Rotary | None, AttentionConfig, ModelStatics], tuple[jax.Array, jax.Array, jax.Array]
+]
 """Makes q, k and v, `[T, heads, H]`, of a layer's input; see `project_qkv`."""
 FeedForward = Callable[[Params, jax.Array, BatchLayout, ModelStatics], jax.Array]
 """A layer's feed-forward, of its weights, its input, the layout of the batch and what is fixed; see `gated_mlp`."""
