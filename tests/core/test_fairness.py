@@ -202,6 +202,58 @@ def test_a_tenant_does_not_lose_its_debt_by_pausing(arrive):
     assert served["b"] <= served["a"] + 2 * 500
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_requests_of_one_step_do_not_stop_the_time_that_others_start_at(arrive, max_tokens):
+    """A tenant with one short request after another is not repaid with all that it was served."""
+    s = scheduler(num_pages=4096, rows=8, budget=64)
+    for _ in range(500):
+        crowd(s, arrive, 1, prompt_len=16, max_tokens=max_tokens)
+        while s.running or s.waiting:
+            step(s)
+    crowd(s, arrive, 40, tenant="b", prompt_len=16, max_tokens=max_tokens)
+    for _ in range(10):
+        step(s)
+        crowd(s, arrive, 4, tenant="b", prompt_len=16, max_tokens=max_tokens)
+    one = arrive(16, max_tokens, tenant="a")
+    s.add(one)
+    steps = 0
+    while one.finish_reason is None:
+        step(s)
+        crowd(s, arrive, 4, tenant="b", prompt_len=16, max_tokens=max_tokens)
+        steps += 1
+    assert steps <= max_tokens + 1
+
+
+def test_a_stream_of_new_tenants_does_not_stop_one_that_runs(arrive):
+    """As where each user has a salt of its own: a new tenant is not served before all that came earlier, for ever."""
+    s = scheduler(num_pages=4096, rows=8, budget=64)
+    crowd(s, arrive, 20, prompt_len=16, max_tokens=50)
+    while s.running or s.waiting:
+        step(s)
+    one, number = arrive(8, 20, tenant="a"), 0
+    s.add(one)
+    for _ in range(80):
+        while len(s.waiting) < 20:
+            number += 1
+            crowd(s, arrive, 1, tenant=f"t{number}", max_tokens=1)
+        step(s)
+    assert one.finish_reason is not None
+
+
+def test_a_tenant_with_one_long_stream_cannot_save_up_what_it_did_not_use(arrive):
+    """Its stream takes one token of each step; when many more of its requests come, others keep their rows."""
+    s = scheduler(num_pages=40_000, rows=8, budget=64)
+    crowd(s, arrive, 1, max_tokens=5000)
+    crowd(s, arrive, 400, tenant="b", max_tokens=30)
+    for _ in range(300):
+        step(s)
+    crowd(s, arrive, 400, max_tokens=30)
+    served = Served()
+    for _ in range(200):
+        step(s, served)
+    assert served["a"] <= served["b"] + 8 * 38 + 2 * QUANTUM
+
+
 def test_tenants_that_only_come_once_are_forgotten():
     tenants = Tenants()
     for i in range(3 * MAX_IDLE):

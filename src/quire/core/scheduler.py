@@ -231,7 +231,7 @@ class Scheduler:
         head.move_to(SequenceState.RUNNING)
         insort(self.running, head, key=place)
         tables.grow(head, head.num_computed + num_tokens)
-        head.charge(prefix.num_tokens, head.num_computed + num_tokens)
+        self.tenants.advance(head.charge(prefix.num_tokens, head.num_computed + num_tokens))
         planner.started.append(head)
         planner.add(head, num_tokens, self.waiting_for_prompt.get(head.request.id, ()))
         return True
@@ -301,7 +301,8 @@ class Scheduler:
 
     def _order_running(self) -> None:
         """Put the tenants that were served less before those that were served more, each in its own order."""
-        order = self.tenants.begin_step()
+        head = self.waiting.peek()
+        order = self.tenants.begin_step(head and head.tenant)
         if len(order) > 1:
             rows: dict[Tenant, list[Sequence]] = {tenant: [] for tenant in order}
             for sequence in self.running:
@@ -465,14 +466,17 @@ class Scheduler:
         accept_pooled(plan, result)
         if self.draft_kv is not None:
             self.draft_kv.commit(plan, has_failed=drafted_BR is not None and drafted_BR.size == 0)
+        num_served = 0
         for is_alive, row in zip(counts, plan.rows, strict=True):
             if is_alive:
                 sequence, first = row.sequence, row.first
                 sequence.num_computed = end = computed_end(row)
                 charged = sequence.num_charged
                 if end > charged:  # `Sequence.charge`, inlined: this runs once for each row of each step
-                    sequence.tenant.clock += (end - (first if first > charged else charged)) / sequence.tenant.weight
+                    num_tokens = end - (first if first > charged else charged)
+                    sequence.tenant.clock += num_tokens / sequence.tenant.weight
                     sequence.num_charged = end
+                    num_served += num_tokens
                 if first == 0:
                     sequence.kv_weights = weights
                 elif sequence.kv_weights != weights:
@@ -485,6 +489,7 @@ class Scheduler:
                     self.tables.slide(sequence)
                 if first < sequence.prompt_len <= first + row.num_tokens:
                     prompts_done.append(sequence)
+        self.tenants.advance(num_served)  # before any of them ends
         for i, drafts in plan.drafts.items():
             if counts[i]:
                 self._learn(plan.rows[i], len(drafts))

@@ -325,11 +325,14 @@ class Sequence:
             return ()
         return self.stop_ids
 
-    def charge(self, first: int, end: int) -> None:
-        """Charge the tenant for computing the positions `first .. end-1`, as far as it was not charged before."""
-        if end > self.num_charged:
-            self.tenant.charge(end - max(first, self.num_charged))
-            self.num_charged = end
+    def charge(self, first: int, end: int) -> int:
+        """Charge the tenant for the positions `first .. end-1` that it was not charged for; return how many."""
+        num_tokens = end - max(first, self.num_charged)
+        if num_tokens <= 0:
+            return 0
+        self.tenant.charge(num_tokens)
+        self.num_charged = end
+        return num_tokens
 
     def move_to(self, state: SequenceState) -> None:
         """Change state along the transition table."""

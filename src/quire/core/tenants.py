@@ -2,13 +2,15 @@
 
 Every tenant has a clock: the tokens it was served, divided by its weight. The waiting tenant with the earliest clock is
 next, so tenants that always wait advance together, in proportion to their weights: fair queueing, as deficit round
-robin has it, without rounds. A tenant that had nothing to do starts at the time of those who run: it can neither save
-up what it did not use nor lose what it owes.
+robin has it, without rounds. A tenant that had nothing waiting starts at the present time: it can neither save up what
+it did not use nor lose what it owes. Time advances with what all tenants are served, divided by the weights of the
+active ones, as the clock of a tenant that gets exactly its share does.
 
 A token is charged when it is served, once for each position of a sequence: found in the prefix cache it is free, and
 what a preemption makes the engine compute again is not charged again. Refuses to know: sequences, rows, pages.
 """
 
+import math
 from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
@@ -81,7 +83,9 @@ class Tenants:
         self._weights: dict[str, float] = {}
         self._num_made = 0
         self.now = 0.0
-        """The earliest clock of those with a row, at the last step that had any. Never goes back."""
+        """The time: at least the earliest clock of the running tenants at the last step, and of the waiting ones."""
+        self._earliest: list[Tenant] = []
+        """The two running tenants with the earliest clocks when the step being planned began."""
         self.running: dict[Tenant, None] = {}
         """Those with a row, in no particular order."""
         self.num_active = 0
@@ -124,14 +128,28 @@ class Tenants:
 
     # -- who waits and runs --------------------------------------------------------------------------------------
 
-    def wait(self, tenant: Tenant) -> None:
-        """One more of its sequences waits."""
+    def wait(self, tenant: Tenant, *, was_preempted: bool = False) -> None:
+        """One more of its sequences waits: a new one, or one that was preempted."""
+        if not tenant.num_waiting and not was_preempted:
+            tenant.clock = max(tenant.clock, self._start_of(tenant))
         if not tenant.num_waiting and not tenant.num_running:
             self.num_active += 1
             self._active_units += _units(tenant)
             tenant.is_new = True
-            tenant.clock = max(tenant.clock, self.now - 1 / tenant.weight)  # just before those who run
         tenant.num_waiting += 1
+
+    def _start_of(self, tenant: Tenant) -> float:
+        """The clock of a tenant that had nothing waiting: just before the present time, and not after others that run.
+
+        Before another that runs it is only until that one is served: new tenants, however many come, stop no other.
+        """
+        running = (one.place[0] for one in self._earliest if one.num_running and one is not tenant)
+        return min(self.now - 1 / tenant.weight, *running, math.inf)
+
+    def advance(self, num_tokens: int) -> None:
+        """Let the time advance by tokens that active tenants were charged for."""
+        if num_tokens:
+            self.now += num_tokens * UNITS / self._active_units
 
     def end_wait(self, tenant: Tenant) -> None:
         """One of its waiting sequences ended there."""
@@ -161,13 +179,19 @@ class Tenants:
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self) -> list[Tenant]:
-        """Those with a row in the order of this step, which does not change while it is planned."""
+    def begin_step(self, head: Tenant | None = None) -> list[Tenant]:
+        """Return the running tenants in the order of this step, which does not change while it is planned.
+
+        `head` is the waiting tenant with the earliest clock.
+        """
         order = sorted(self.running, key=_clock)
         for tenant in order:
             tenant.place = (tenant.clock, tenant.number)
+        self._earliest = order[:2]
         if order:
             self.now = max(self.now, order[0].clock)
+        if head:  # that others run with earlier clocks is because they want no more
+            self.now = max(self.now, head.clock)
         return order
 
     def excess(self, tenant: Tenant, num_rows: int) -> float:

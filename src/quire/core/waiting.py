@@ -34,7 +34,7 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         """Add a sequence that is waiting or swapped."""
         sequence.tenant = tenant = self.tenants.of(sequence.request.tenant or "")
-        self.tenants.wait(tenant)
+        self.tenants.wait(tenant, was_preempted=sequence.preemptions > 0)
         heapq.heappush(tenant.heap, (sequence.order, sequence))
         self._num_live += 1
         if not tenant.is_queued:
