@@ -130,3 +130,18 @@ def test_a_real_model_whose_weights_overflow_ends_the_rows_that_meet_them(bad, k
             assert lost.outputs[0].token_ids == [] or not is_lost
     assert found[0] == found[1]
     assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, params))
+
+
+def test_what_is_only_scored_or_embedded_ends_with_the_same_reason():
+    """Scores are returned as they are; an embedding is an error."""
+    config = replace(tiny_config(), eos_ids=())
+    params = tiny_params(config) | {"embed": tiny_params(config)["embed"].at[50].set(np.nan)}
+    shape = {"page_size": 16, "num_pages": 16, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with LLM.from_params(config, params, quiet=True, **shape) as llm:
+        assert np.isnan(llm.score([1, 2, 50, 3])[-1])
+        with pytest.raises(RuntimeError, match="hidden states are NaN or infinite"):
+            llm.embed([[1, 2, 50]])
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=True)
+        bad, good = llm.generate([[1, 2, 50, 3], [1, 2, 3]], scored, progress=False)
+        assert [one.outputs[0].finish_reason for one in (bad, good)] == ["not_finite", "length"]
+        assert llm.engine.stats().not_finite == 3

@@ -118,6 +118,10 @@ class TextChunk:
 
 def embedding_of(output: RequestOutput, *, normalize: bool, dimensions: int | None = None) -> np.ndarray:
     """The embedding in an answer, finished; RuntimeError if there is none."""
+    if output.outputs[0].finish_reason == "not_finite":
+        raise RuntimeError(
+            "the model's hidden states are NaN or infinite; check the weights, and the dtype for overflow"
+        )
     if output.embedding is None:
         raise RuntimeError("the prompt was aborted before it was embedded")
     return finish_embedding(output.embedding, normalize=normalize, dimensions=dimensions)

@@ -5,6 +5,7 @@ after the first stop is dropped, with its log-probabilities and pages. A row wit
 the tokens that have to follow.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
@@ -136,6 +137,13 @@ def accept_pooled(plan: StepPlan, result: StepResult) -> None:
         if first and sequence.params.pooling == "mean":
             pooled_D += _asked(sequence.pooled_D)
         sequence.pooled_D = pooled_D
+
+
+def has_finite_results(sequence: Sequence) -> bool:
+    """True if no log-probability and no hidden state of a sequence that draws nothing is NaN."""
+    if sequence.pooled_D is not None and not np.isfinite(sequence.pooled_D).all():
+        return False
+    return not any(entry and math.isnan(entry.logprob) for entry in sequence.prompt_logprobs)
 
 
 def computed_end(row: Row) -> int:

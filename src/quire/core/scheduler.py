@@ -17,7 +17,7 @@ from collections.abc import Sequence as SequenceOf
 from itertools import chain
 from operator import add
 
-from quire.core.commit import accept_pooled, accept_scores, accept_tokens, computed_end
+from quire.core.commit import accept_pooled, accept_scores, accept_tokens, computed_end, has_finite_results
 from quire.core.draft_kv import DraftKV
 from quire.core.draft_pages import DraftPages
 from quire.core.drafts import FIRST_DRAFTS, UNKNOWN, Drafter, Guesses
@@ -517,8 +517,9 @@ class Scheduler:
         events = []
         for member in family:
             if sequence.max_tokens == 0 and member.state is not SequenceState.FINISHED:
-                self._finish(member, FinishReason.LENGTH)
-                events.append(TokenEvent(member, (), FinishReason.LENGTH))
+                reason = FinishReason.LENGTH if has_finite_results(member) else FinishReason.NOT_FINITE
+                self._finish(member, reason)
+                events.append(TokenEvent(member, (), reason))
             elif member.state is SequenceState.WAITING:
                 self.waiting.push(member)
         return events

@@ -18,7 +18,8 @@ class FinishReason(StrEnum):
     STOP = "stop"
     ABORT = "abort"
     NOT_FINITE = "not_finite"
-    """The model's logits are NaN or infinite: no token can be drawn from them."""
+    """The model's logits are NaN or infinite, so that no token can be drawn. Or nothing is drawn, and a score or an
+    embedding is NaN."""
 
 
 class StopDetector(Protocol):
