@@ -181,6 +181,37 @@ def test_clients_that_are_more_than_the_queue_has_places_do_not_fill_it_without_
         arrive(gate, "another client", "one too many")
 
 
+@pytest.mark.parametrize("max_requests", [10, 256])
+def test_the_queue_is_bounded_whatever_clients_do(max_requests):
+    """However many clients there are, and however many requests each of them sends."""
+    gate, _ = admission(max_requests=max_requests, max_tokens=10 * max_requests)
+    for client in range(5 * max_requests):
+        for number in range(5 * max_requests):
+            try:
+                arrive(gate, f"client {client}", f"{client}/{number}")
+            except OverloadError:
+                break
+    assert gate.num_waiting <= 2 * max_requests
+
+
+def test_tokens_that_wait_are_bounded_whatever_clients_do():
+    """A request that is larger than the queue waits alone: further clients with such a one are refused."""
+    gate, _ = admission(max_requests=1000, max_tokens=100)
+    for client in range(100):
+        try:
+            arrive(gate, f"client {client}", f"{client}", num_tokens=500)
+        except OverloadError:
+            break
+    assert gate.num_waiting_tokens == 500
+
+
+def test_requests_that_take_turns_are_never_refused_for_good():
+    """They are divided already: where the limits do not allow the first of them now, they do later."""
+    gate, _ = admission(max_requests=256, max_tokens=1_000_000, num_rows=64)
+    gate.arrive([Work(f"{i}", 1, 8000) for i in range(128)], in_turns=True)
+    assert gate.num_waiting == 128
+
+
 def test_many_prompts_that_exceed_the_queue_are_refused_for_good():
     """They would be taken whenever no request waits, and keep all others out for as long as they run."""
     gate, _ = admission(max_requests=256, max_tokens=1_000_000, num_rows=8)

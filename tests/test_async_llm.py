@@ -598,6 +598,16 @@ def test_many_requests_of_one_client_take_turns_and_leave_room_for_others():
     run(main)
 
 
+def test_many_requests_take_turns_whatever_tokens_they_come_to_together():
+    async def main() -> None:
+        admission = Admission(max_requests=16, max_tokens=20)
+        async with AsyncLLM.from_factory(lambda: fake_llm(Gate(), max_num_seqs=4), admission=admission) as llm:
+            assert len(await llm.run_in_turns(many(50), output_of)) == 50
+            await nothing_is_held(llm)
+
+    run(main)
+
+
 def test_many_requests_are_refused_at_once_if_the_queue_is_full():
     gate = Gate()
 

@@ -3,7 +3,8 @@
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Container
 from dataclasses import fields
 from typing import Any
 
@@ -66,7 +67,7 @@ def refuse_unknown_arguments[**P, R](method: Callable[P, R]) -> Callable[P, R]:
                 raise TypeError(f"{method.__qualname__} has no {name}; {_nearest(name, names[1:])}")
         return method(*args, **given)
 
-    return checked
+    return inspect.markcoroutinefunction(checked) if inspect.iscoroutinefunction(method) else checked
 
 
 def refuse_unknown_fields[T](cls: type[T]) -> type[T]:
@@ -86,6 +87,19 @@ def refuse_unknown_fields[T](cls: type[T]) -> type[T]:
 
     cls.__init__ = checked
     return cls
+
+
+def equivalent_flag(flag: str, flags: Container[str]) -> str | None:
+    """What to use instead of a flag of another engine, as far as it is one of `flags`; None if it is not known."""
+    text = EQUIVALENTS.get(flag.removeprefix("--").replace("-", "_"))
+    if text is None:
+        return None
+    named = re.match(r"use (?:AsyncLLM with )?(\w+)(?:='?([^'\s]+)'?)?(.*)", text)
+    if named is None:
+        return text
+    name, value, rest = named.groups()
+    own = "--" + name.replace("_", "-")
+    return f"use {own}{' ' + value if value else ''}{rest}" if own in flags else None
 
 
 def _nearest(name: str, names: list[str]) -> str:

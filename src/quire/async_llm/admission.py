@@ -165,10 +165,24 @@ class Admission:
         account, limit = self._account(tenant), self._client(tenant).limits.requests
         return max(min(self.room, limit - account.num_waiting - account.num_running), 0)
 
-    def arrive(self, works: Sequence[Work], *, is_admitted: bool = False) -> None:
+    def leaves_half(self, tenant: str) -> bool:
+        """True if a tenant may add a request in the background and leave half of its own limits to its other requests.
+
+        A limit of one request cannot be halved: then it is true if the tenant has no request under way.
+        """
+        account, limits = self._account(tenant), self._client(tenant).limits
+        if account.num_waiting + account.num_running >= max(limits.requests / 2, 1):
+            return False
+        if account.num_waiting_tokens > limits.queued_tokens / 2:
+            return False
+        per_minute = limits.tokens_per_minute
+        return per_minute == math.inf or account.tokens_left(per_minute, self._clock()) > per_minute / 2
+
+    def arrive(self, works: Sequence[Work], *, is_admitted: bool = False, in_turns: bool = False) -> None:
         """Count the requests that a client makes at once, or raise OverloadError; RequestError if it is always refused.
 
-        Those that are admitted follow earlier ones of the same client that have ended, and are not refused.
+        Those that are admitted follow earlier ones of the same client that have ended, and are not refused. Those that
+        take turns are the first of more: as they were divided by the room that there is, they are not always refused.
         """
         if not works:
             return
@@ -176,7 +190,8 @@ class Admission:
         account, num_sequences = self._account(tenant), sum(work.num_sequences for work in works)
         if not is_admitted:
             is_queued = self._num_sequences + num_sequences > self.num_rows
-            self._check_size(tenant, works, num_tokens, is_queued=num_sequences > self.num_rows)
+            if not in_turns:
+                self._check_size(tenant, works, num_tokens, is_queued=num_sequences > self.num_rows)
             self._check_limits(tenant, account, len(works), num_tokens, is_queued=is_queued)
             if is_queued:
                 self._check_queue(account, len(works), num_tokens)
@@ -277,21 +292,23 @@ class Admission:
     def _check_queue(self, account: _Account, num_requests: int, num_tokens: int) -> None:
         """Raise OverloadError if the queue is full and the client has its share of it.
 
-        A client with nothing in the queue may wait beyond the limits, until twice as many requests wait as may: there
-        may be more clients than the queue has places.
+        A client with nothing in the queue may wait beyond the limits, until twice as many requests or tokens wait as
+        may: there may be more clients than the queue has places.
         """
-        if not account.num_waiting and len(self._waiting) < 2 * self.max_requests:
+        num_waiting, num_waiting_tokens = len(self._waiting), self._num_tokens
+        is_twice_full = num_waiting >= 2 * self.max_requests or num_waiting_tokens >= 2 * self.max_tokens
+        if not account.num_waiting and not is_twice_full:
             return
         num_tenants = max(sum(one.num_waiting > 0 for one in tuple(self._accounts.values())), 1)  # threads may add some
-        if (
-            len(self._waiting) + num_requests > self.max_requests
-            and account.num_waiting + num_requests > self.max_requests / num_tenants
+        if num_waiting + num_requests > self.max_requests and (
+            num_waiting + num_requests > 2 * self.max_requests
+            or account.num_waiting + num_requests > self.max_requests / num_tenants
         ):
-            message = f"{len(self._waiting)} requests wait, at most {self.max_requests} may"
+            message = f"{num_waiting} requests wait, at most {self.max_requests} may"
             self._reject(f"the engine is busy: {message}", reason="max_queued_requests")
-        if (
-            self._num_tokens + num_tokens > self.max_tokens
-            and account.num_waiting_tokens + num_tokens > self.max_tokens / num_tenants
+        if num_waiting_tokens + num_tokens > self.max_tokens and (
+            num_waiting_tokens >= 2 * self.max_tokens
+            or account.num_waiting_tokens + num_tokens > self.max_tokens / num_tenants
         ):
             self._reject(
                 f"the engine is busy: {self._num_tokens:,} tokens wait and this may come to {num_tokens:,} more; at "

@@ -41,7 +41,7 @@ from quire.core.tenants import checked_weights
 from quire.device.mesh import EngineMesh
 from quire.embedding import Pooling, check_dimensions
 from quire.engine.engine import Engine
-from quire.field_error import FieldError
+from quire.field_error import FieldError, refuse_unknown_arguments
 from quire.llm import LLM, Message, Prompt, plain
 from quire.outputs import RequestOutput, embedding_of, request_output
 from quire.text.tokenizer import Tokenizer
@@ -238,6 +238,7 @@ class AsyncLLM:
 
     # -- generating ---------------------------------------------------------------------------------------------------
 
+    @refuse_unknown_arguments
     async def generate(
         self,
         prompt: Prompt,
@@ -269,6 +270,7 @@ class AsyncLLM:
             stream.cancel()
         return request_output(stream.sequences, prompt=prompt if isinstance(prompt, str) else None, texts=texts)
 
+    @refuse_unknown_arguments
     def stream(
         self,
         prompt: Prompt,
@@ -486,7 +488,9 @@ class AsyncLLM:
                     left = None if deadline is None else deadline - loop.time()
                     if left is not None and left <= 0:
                         raise DeadlineError
-                    new = self._streams.open(requests[begin:end], works[begin:end], left, None, is_admitted=begin > 0)
+                    new = self._streams.open(
+                        requests[begin:end], works[begin:end], left, None, is_admitted=begin > 0, in_turns=True
+                    )
                     for stream in new:
                         stream.origin = origin
                     under_way += new

@@ -478,6 +478,9 @@ class EngineThread:
     def _tell_of_ends_of(self, state: RequestState, expected: AbstractSet[TokenSequence] = frozenset()) -> None:
         for sequence in state.sequences:
             if sequence.finish_reason and sequence.index not in state.ended and sequence not in expected:
+                if sequence.finish_reason is FinishReason.NOT_FINITE:
+                    self._fail(state, _not_finite(sequence))
+                    return
                 rest = sequence.output_token_ids[state.num_delivered.get(sequence.index, 0) :]
                 self._deliver_tokens(state, sequence, rest, sequence.finish_reason)
 

@@ -92,14 +92,18 @@ class OpenStreams:
         grammar: Grammar | None,
         *,
         is_admitted: bool = False,
+        in_turns: bool = False,
     ) -> list[Stream]:
-        """Take requests for the loop that runs here, all or none; those that are admitted even while draining."""
+        """Take requests for the loop that runs here, all or none; those that are admitted even while draining.
+
+        Those that take turns are the first of more requests of one client.
+        """
         if not requests:
             return []
         loop = asyncio.get_running_loop()
         chosen = self._engines.choose(requests, works)
         try:
-            streams = self._open(loop, requests, works, chosen, grammar, is_admitted=is_admitted)
+            streams = self._open(loop, requests, works, chosen, grammar, is_admitted=is_admitted, in_turns=in_turns)
         except BaseException:
             for engine, work in zip(chosen, works, strict=True):
                 self._engines.leave(engine, work)
@@ -119,12 +123,13 @@ class OpenStreams:
         grammar: Grammar | None,
         *,
         is_admitted: bool,
+        in_turns: bool,
     ) -> list[Stream]:
         with self._lock:
             if not is_admitted:
                 self.check_open()
             self._check_ids(requests)
-            self.admission.arrive(works, is_admitted=is_admitted)
+            self.admission.arrive(works, is_admitted=is_admitted, in_turns=in_turns)
             mailbox = self._mailboxes.get(loop)
             if mailbox is None:
                 mailbox = self._mailboxes[loop] = LoopMailbox(loop, self._lose)
@@ -155,7 +160,8 @@ class OpenStreams:
         if self._mailboxes.get(mailbox.loop) is not mailbox:
             return
         for engine in self._engines.silent:
-            if self._engines.threads[engine].dispatch:
+            thread = self._engines.threads[engine]
+            if thread.dispatch or thread.is_moving:  # or it has ended since the engine was found to be silent
                 continue
             self.end_all(lambda: UnavailableError("the engine does not respond"), mailbox, engine)
         mailbox.loop.call_later(CHECK_EVERY_S, self._watch, mailbox)

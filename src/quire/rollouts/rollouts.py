@@ -31,6 +31,7 @@ from quire.config import EngineKnobs, ModelConfig, check_whole
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Version
 from quire.engine.engine import Engine
+from quire.field_error import refuse_unknown_arguments
 from quire.llm import LLM, Prompt, is_one_prompt, plain
 from quire.outputs import RequestOutput
 from quire.rollouts.calls import Call, FoldedRequest, Group, fold
@@ -180,6 +181,7 @@ class Rollouts:
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
+    @refuse_unknown_arguments
     def submit(
         self,
         prompts: Prompt | Iterable[Prompt],
