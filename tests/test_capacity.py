@@ -550,6 +550,7 @@ def test_a_failed_check_is_the_exit_status_of_the_doctor(report, status, capsys,
     out = capsys.readouterr()
     assert "quire runs here." in out.out
     assert ("quire: failed checks: " in out.err) == bool(status)
+    assert "not installed" not in out.out, "the packages that it lists are those that Quire needs, and Quire itself"
 
 
 def test_the_report_has_no_text_of_an_error(capsys, monkeypatch, tmp_path):

@@ -215,3 +215,11 @@ def test_what_one_sequence_leaves_of_a_budget_is_for_windows(free):
     assert least.num_pages == more.num_pages == -(-124_999 // 16)
     assert least.windows[0].num_pages < more.windows[0].num_pages
     assert 6.5 * GIB < more.num_bytes <= 7 * GIB
+
+
+@pytest.mark.parametrize("num_bytes", [0, PAGE_BYTES])
+def test_too_little_free_memory_is_named_where_no_budget_was_given(free, num_bytes):
+    free(num_bytes)
+    with pytest.raises(FieldError, match="the share of the free memory that is for pages") as refused:
+        pool()
+    assert "memory_budget=" not in str(refused.value)

@@ -1,7 +1,9 @@
 """Mistakes that people make: the message says what is wrong and what to do instead."""
 
 import errno
+import importlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -11,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from quire import LLM, EngineConfig, SamplingParams, Structured, cli
+from quire import LLM, AsyncLLM, EngineConfig, Rollouts, SamplingParams, Structured, cli
 from quire.cli import main
 from tests.fake_llm import fake_llm
 from tests.tiny import tiny_config
@@ -60,6 +62,15 @@ CALLS = {
     "use_tqdm": (lambda llm: llm.generate("a", use_tqdm=False), "use progress"),
     "cachesalt": (lambda llm: llm.generate("a", cachesalt="b"), "did you mean cache_salt?"),
     "sampling_params of stream": (lambda llm: llm.stream("a", sampling_params=1), "LLM.stream has no sampling_params"),
+    "sampling_params of score": (lambda llm: llm.score([1, 2], sampling_params=1), "LLM.score has no sampling_params"),
+    "sampling_params of AsyncLLM": (
+        lambda llm: AsyncLLM.generate(None, "a", sampling_params=1),  # pyright: ignore
+        "AsyncLLM.generate has no sampling_params; use params",
+    ),
+    "sampling_params of Rollouts": (
+        lambda llm: Rollouts.submit(None, "a", sampling_params=1),  # pyright: ignore
+        "Rollouts.submit has no sampling_params; use params",
+    ),
     "sampling_params of chat": (lambda llm: llm.chat([{}], sampling_params=1), "LLM.chat has no sampling_params"),
     **{
         f"engine {name}": (lambda llm, name=name: LLM("nowhere", **{name: 2}), f"EngineConfig has no {name}; {hint}")
@@ -157,13 +168,39 @@ def test_an_error_of_the_system_is_one_line_which_does_not_blame_the_output(monk
     assert capsys.readouterr().err == f"quire: {line}\n"
 
 
-def test_a_full_disk_is_one_line():
-    command = [sys.executable, "-m", "quire", "models"]
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}
+@pytest.mark.parametrize(
+    ("flag", "says"),
+    [
+        ("--tensor-parallel-size", "use --mesh model=N"),
+        ("--data-parallel-size", "use --mesh data=N"),
+        ("--gpu-memory-utilization", "use --memory-budget"),
+        ("--trust-remote-code", "leave it out: no code of a model is run"),
+        ("--load-in-8bit", "use --quantize int8"),
+        ("--swap-space", "use --num-host-pages"),
+        ("--block-size", "use --page-size"),
+        ("--download-dir", "set HF_HOME"),
+        ("--page-sise", "did you mean --page-size?"),
+    ],
+)
+def test_a_flag_of_another_engine_names_the_equivalent(flag, says, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "model", flag, "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {flag} 2; {says}\n")
+
+
+def test_a_flag_that_samples_names_the_equivalent(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "model", "a", "--max-new-tokens", "3"])
+    assert capsys.readouterr().err.endswith("unrecognized arguments: --max-new-tokens 3; use --max-tokens\n")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["serve", "--help-all"], ["--print-completion", "bash"]])
+def test_a_full_disk_is_one_line(args, unbuffered):
+    command, env = [sys.executable, "-m", "quire", *args], os.environ | {"PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=buffered)
-    if done.returncode == 0:
-        pytest.skip("there are no models to list")
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
     assert done.stderr == "quire: standard output cannot be used: No space left on device\n"
     assert done.returncode == 1
 
@@ -176,3 +213,15 @@ def test_an_example_has_a_usage(example):
         pytest.skip("a library of this example is not installed")
     assert (done.returncode, done.stderr) == (0, "")
     assert f"python examples/{example.name}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        ("quire.integrations.ray", "build_app", "quire.integrations.ray needs Ray: pip install 'quire-llm[ray]'"),
+        ("quire.integrations.tunix", "QuireRollout", "quire.integrations.tunix needs Tunix: pip install google-tunix"),
+    ],
+)
+def test_an_integration_without_its_package_names_what_to_install(module, name, says):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(says)):
+        getattr(importlib.import_module(module), name)

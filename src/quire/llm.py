@@ -442,6 +442,7 @@ class LLM:
         cache_salt: str = "",
         progress: bool = False,
     ) -> list[np.ndarray]: ...
+    @refuse_unknown_arguments
     def score(
         self,
         token_ids: Sequence[Any],

@@ -23,6 +23,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.distributed.errors import GroupError
+from quire.field_error import equivalent_flag
 from quire.server.config import ServerConfig
 
 PLAN_KNOBS = (
@@ -46,14 +47,19 @@ SIMULATE_KNOBS = (*PLAN_KNOBS, "num_host_pages", "prefix_cache", "preemption")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse and run; errors that a person can mend are one line, without a traceback."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    logging.basicConfig(format="%(name)s: %(message)s")
-    logging.getLogger("quire").setLevel(logging.INFO)
     try:
+        args = _parse(argv)
+        logging.basicConfig(format="%(name)s: %(message)s")
+        logging.getLogger("quire").setLevel(logging.INFO)
         status = _run(args)
         sys.stdout.flush()
         return status
+    except SystemExit:  # of the parser, which may have printed help
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            return _report(error)
+        raise
     except ValueError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
@@ -65,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except OSError as error:
         return _report(error)
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse arguments. OSError names standard output, which help is printed to."""
+    try:
+        return build_parser().parse_args(argv)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
 
 
 def _report(error: OSError) -> int:
@@ -130,9 +144,15 @@ class _Parser(argparse.ArgumentParser):
             self._is_mixing = False
         for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
             near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            if near:
-                self.error(f"unrecognized arguments: {' '.join(rest)}; did you mean {near[0]}?")
+            hint = equivalent_flag(flag, self._option_string_actions) or (near and f"did you mean {near[0]}?")
+            if hint:
+                self.error(f"unrecognized arguments: {' '.join(rest)}; {hint}")
         return known, rest
+
+    def _print_message(self, message, file=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Raise what writing raises; argparse itself ignores it."""
+        if message:
+            (file or sys.stderr).write(message)
 
     def hide(self) -> None:
         """Offer --help-all, and show a usage line without every flag."""

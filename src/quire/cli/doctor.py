@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("quire", "jax", "jaxlib", "numpy", "tokenizers", "safetensors", "gguf", "huggingface-hub")
+PACKAGES = ("quire-llm", "jax", "jaxlib", "numpy", "tokenizers", "safetensors", "gguf", "huggingface-hub")
 MEMORY_TOLERANCE = 0.02
 """By how much the memory that a device says it has may differ from the table of chips."""
 LOW_SHARE = 0.5

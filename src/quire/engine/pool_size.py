@@ -42,10 +42,17 @@ def pool_pages(
 
     longest = _length_that_fits(budget, page_bytes, [useful, *rows])
     if longest < 1:
-        raise FieldError(
-            f"memory_budget={budget:,} bytes holds no page of {sum(page_bytes):,} bytes; raise it or lower page_size",
-            field="memory_budget",
-        )
+        if config.memory_budget is None:
+            message = (
+                f"the share of the free memory that is for pages, {budget:,} bytes, holds no page of "
+                f"{sum(page_bytes):,} bytes; free memory, raise the limit of the container, or take a smaller model"
+            )
+        else:
+            num_bytes = sum(page_bytes)
+            message = (
+                f"memory_budget={budget:,} bytes holds no page of {num_bytes:,} bytes; raise it or lower page_size"
+            )
+        raise FieldError(message, field="memory_budget")
     pages = [_coarse(longest, useful), *windows_of(longest)]
     first = _coarse(int(budget * FIRST_SHARE) // page_bytes[0], useful)
     if windows and first > pages[0]:

@@ -14,10 +14,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
-from tunix.generate.tokenizer_adapter import TokenizerAdapter
-from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from quire.config import EngineKnobs, ModelConfig
 from quire.core.sampling_params import SamplingParams
@@ -26,6 +23,15 @@ from quire.outputs import CompletionOutput
 from quire.rollouts.rollouts import Rollouts
 from quire.train import logprobs
 from quire.weights import from_tunix
+
+try:
+    from flax import nnx
+    from tunix.generate.tokenizer_adapter import TokenizerAdapter
+    from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+except ModuleNotFoundError as error:
+    if error.name not in ("flax", "tunix"):
+        raise
+    raise ModuleNotFoundError(f"{__name__} needs Tunix: pip install google-tunix", name=error.name) from None
 
 
 class QuireRollout(BaseRollout):

@@ -23,4 +23,10 @@ _HOME = {"QuireProcessor": "processor", "build_app": "app"}
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    try:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        message = f"{__name__} needs Ray: pip install 'quire-llm[ray]'"
+        raise ModuleNotFoundError(message, name=error.name) from None
