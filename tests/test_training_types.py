@@ -52,6 +52,8 @@ def test_weights_that_have_been_rounded_are_refused_with_the_cast_to_use():
     expected = r"params\['embed'\] is bfloat16 and the engine computes in float32.*astype\('float32'\).*dtype='float32'"
     with pytest.raises(ValueError, match=expected):
         LLM.from_params(config, tiny_params(config, "bfloat16"), dtype="float32", **KNOBS)
+    with pytest.raises(ValueError, match=expected):
+        jax.jit(lambda params: logprobs(params, TOKENS, config, dtype="float32"))(tiny_params(config, "bfloat16"))
     with LLM.from_params(config, tiny_params(config), dtype="float32", **KNOBS) as llm:
         with pytest.raises(ValueError, match=expected):
             llm.set_weights(from_huggingface(tiny_tensors(config), config))

@@ -24,7 +24,8 @@ from quire.device.linear import MatmulKind, choose_kind, convert_in_jit
 from quire.device.mesh import ArraySpec, make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics, Params, decoder, unembed
-from quire.device.models.weights import weight_specs
+from quire.device.models.tensors import dtype_name
+from quire.device.models.weights import check_dtype, weight_specs
 from quire.device.pointwise import rounded, soft_cap
 from quire.device.sampler import token_logprobs
 
@@ -49,10 +50,10 @@ def logprobs(
     """The log-probability of each token from `start` on, given all before it in its row: entry i is of
     `tokens[:, start + i]`. Differentiable by `params`; for use inside `jax.jit`, with `config` fixed.
 
-    `params` are weights in the layout of docs/weights.md, of any float type; they are cast to `dtype`, that of the
-    engine, and the gradient is cast back. `mask` is True where there is a token: a row may be padded at both ends, not
-    in between, as the prompts and tokens of a `RolloutBatch` are. What has no token, or none before it, gets 0. Which
-    tokens count for a loss is for the loss to say.
+    `params` are weights in the layout of docs/weights.md, of the engine's type `dtype` or of a wider float; these are
+    cast to `dtype`, and the gradient is cast back. `mask` is True where there is a token: a row may be padded at both
+    ends, not in between, as the prompts and tokens of a `RolloutBatch` are. What has no token, or none before it, gets
+    0. Which tokens count for a loss is for the loss to say.
 
     With `temperature`, `top_k` and `top_p` the log-probability is under what a request with these is drawn from: what
     the engine reports as processed. A token that is cut off has -inf and no gradient. Which tokens are cut off is not
@@ -72,6 +73,8 @@ def logprobs(
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be above 0 and at most 1, which keeps every token")
     check_whole("top_k", top_k, 0, MAX_DIMENSION)
+    for path, array in jax.tree_util.tree_leaves_with_path(params):
+        check_dtype(f"params{jax.tree_util.keystr(path)}", dtype_name(array), dtype)
     policy = _Policy(config, start, float(temperature), top_k, float(top_p), dtype)
     mask = jnp.ones(tokens.shape, bool) if mask is None else jnp.asarray(mask)
     tokens = jnp.where(mask, tokens, 0)

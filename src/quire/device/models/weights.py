@@ -161,12 +161,12 @@ def check_params(config: ModelConfig, params: Params, *, dtype: str, stored: boo
                 f"params{jax.tree_util.keystr(path)} is {array.dtype}{list(array.shape)}, "
                 f"expected {dtype}{list(spec.shape)}"
             )
-        _check_dtype(f"params{jax.tree_util.keystr(path)}", dtype_name(array), dtype)
+        check_dtype(f"params{jax.tree_util.keystr(path)}", dtype_name(array), dtype)
         if isinstance(array, jax.Array) and array.is_deleted():
             raise ValueError(f"params{jax.tree_util.keystr(path)} is deleted: it was donated to another program")
 
 
-def _check_dtype(name: str, given: str | None, wanted: str) -> None:
+def check_dtype(name: str, given: str | None, wanted: str) -> None:
     """Raise ValueError unless numbers of one type can become another without that the caller lost some before."""
     if given == wanted or is_wider(given, wanted):
         return
