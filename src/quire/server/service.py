@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.async_llm import AsyncLLM
 from quire.async_llm.stream import Stream
+from quire.async_llm.updates import Update
 from quire.core.sampling_params import SamplingParams
 from quire.core.stopping import Grammar
 from quire.field_error import FieldError
@@ -28,6 +29,8 @@ NUM_FORMAT_THREADS = 2
 """In each of the three pools a tenant may have all threads but one: the last is for the others."""
 FORMAT_TIMEOUT_S = 600.0
 """For a response to be formatted, after those of the same tenant."""
+MAX_NUMBERS_ON_LOOP = 1024
+"""Log-probabilities of a message that is formatted on the event loop, in about 3 ms; more are formatted on a thread."""
 MAX_DECODED_ON_LOOP = 1 << 16
 """Bytes of a JSON body that is decoded on the event loop; a longer one is decoded on an encoding thread."""
 MAX_ENCODE_JOBS = 256
@@ -117,6 +120,27 @@ class Service:
     async def format[T](self, caller: Caller, function: Callable[..., T], *args: Any) -> T:
         """Format a response off the event loop, on threads that nothing else uses, and fairly by tenant."""
         return await self._formatting.run(caller.tenant, function, *args)
+
+    async def format_update[T](
+        self,
+        caller: Caller,
+        stream: Stream,
+        update: Update,
+        function: Callable[..., T],
+        *args: Any,
+        with_prompt: bool = False,
+    ) -> T:
+        """Format what is new of a sequence: off the event loop if it has many log-probabilities.
+
+        `with_prompt` says that those of the prompt, and of all tokens so far, may come with it.
+        """
+        params, num_tokens = stream.request.params, len(update.logprobs)
+        if with_prompt:
+            num_tokens += len(stream.prompt_logprobs or ())
+            num_tokens += 0 if params.logprobs is None else stream.num_output_tokens
+        if num_tokens * (1 + (params.logprobs or 0)) <= MAX_NUMBERS_ON_LOOP:
+            return function(*args)
+        return await self.format(caller, function, *args)
 
     async def encode(self, caller: Caller, text: str, add_special: bool = True, param: str = "prompt") -> list[int]:
         """Token ids of a text that may be long, made off the event loop."""

@@ -18,6 +18,7 @@ from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
+from quire.server.openai.json_parts import encode
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
 from quire.server.service import Service
 
@@ -215,12 +216,13 @@ class Answerer:
         return msgspec.json.encode(defaults | given)
 
     async def _patiently[T](self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do something, again and again where too much waits already. So much is left to others of what may wait."""
+        """Do something as soon as it leaves half of the queue, and half of the key's own limits, to other requests."""
         admission = self._service.engine.admission
         while True:
             half_requests, half_tokens = admission.max_requests / 2, admission.max_tokens / 2
             wait_s = OVERLOAD_WAIT_S
-            if admission.num_waiting <= half_requests and admission.num_waiting_tokens <= half_tokens:
+            is_queue_free = admission.num_waiting <= half_requests and admission.num_waiting_tokens <= half_tokens
+            if is_queue_free and admission.leaves_half(self._caller.tenant):
                 try:
                     return await work()
                 except OverloadError as error:
@@ -250,4 +252,4 @@ def _failed(line: Line, name: str | None, error: ApiError) -> Answer:
 
 def _encode(line: Line, name: str | None, response: Any, error: Any) -> bytes:
     answer = {"id": answer_id(line), "custom_id": name, "response": response, "error": error}
-    return msgspec.json.encode(answer) + b"\n"
+    return encode(answer) + b"\n"

@@ -115,17 +115,23 @@ def _value(form: pb.StructuredOutputs) -> dict[str, Any]:
 # -- responses --------------------------------------------------------------------------------------------------------
 
 
-def update_message(request_id: str, update: Update) -> pb.GenerateUpdate:
-    """The message for what is new of a sequence."""
-    return pb.GenerateUpdate(request_id=request_id, **_update_fields(update))
+def update_message(request_id: str, update: Update, ended: Stream | None = None) -> pb.GenerateUpdate:
+    """The message for what is new of a sequence; the last one of a stream that has `ended` also has its totals."""
+    totals = _totals(ended) if ended else {}
+    return pb.GenerateUpdate(request_id=request_id, **_update_fields(update), **totals)
 
 
-def output_message(whole: Update) -> pb.Output:
-    """The message for a whole sequence."""
-    return pb.Output(**_update_fields(whole))
+def response_message(request_id: str, stream: Stream, wholes: Sequence[Update]) -> pb.GenerateResponse:
+    """The message for all sequences of a stream that has ended."""
+    outputs = [pb.Output(**_update_fields(whole)) for whole in wholes]
+    return pb.GenerateResponse(request_id=request_id, outputs=outputs, **_totals(stream))
 
 
-def prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
+def _totals(stream: Stream) -> dict[str, Any]:
+    return {"usage": _usage(stream), "prompt_logprobs": _prompt_logprobs(stream)}
+
+
+def _prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
     """The log-probability of each token of the prompt, if the request wants them; the first has none."""
     ids = stream.request.prompt_token_ids
     return [
@@ -134,7 +140,7 @@ def prompt_logprobs(stream: Stream) -> list[pb.TokenLogprob]:
     ]
 
 
-def usage_message(stream: Stream) -> pb.Usage:
+def _usage(stream: Stream) -> pb.Usage:
     """The message for the tokens of the prompt and of the generated text."""
     return pb.Usage(
         prompt_tokens=len(stream.request.prompt_token_ids),

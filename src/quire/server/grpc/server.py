@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,20 +19,18 @@ from grpc_health.v1 import health_pb2
 from quire import __version__
 from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
-from quire.async_llm.updates import UpdateBuffer
+from quire.async_llm.updates import Update, UpdateBuffer
 from quire.server.access import REQUEST_ID, AccessLog, checked_request_id, is_request_id, new_request_id
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error
 from quire.server.grpc.messages import (
     embed_response,
     embedding_message,
-    output_message,
     parse,
-    prompt_logprobs,
     read_embed_request,
     read_request,
+    response_message,
     update_message,
-    usage_message,
 )
 from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.keys import Caller, Keys
@@ -57,6 +56,8 @@ STATUS = {
 MAX_METADATA_BYTES = 16 << 10
 MAX_WATCHERS = 64
 """Of health at once: watching needs no key, and must not use up the calls of those who have one."""
+NUM_SPARE = 8 + MAX_WATCHERS
+"""Calls beyond `max_connections` that may be open, for health."""
 WATCH_EVERY_S = 0.25
 KEEPALIVE_S = 60
 IDLE_S = 600
@@ -78,7 +79,9 @@ class GrpcServer:
         self._auth = AuthInterceptor(keys, access)
         # One connection carries many calls, where one of HTTP/1.1 carries one: the same number bounds both.
         self._server = grpc.aio.server(
-            interceptors=[self._auth], options=_options(config), maximum_concurrent_rpcs=config.max_connections
+            interceptors=[self._auth],
+            options=_options(config),
+            maximum_concurrent_rpcs=config.max_connections + NUM_SPARE,
         )
         host = f"[{config.host}]" if ":" in config.host else config.host
         try:
@@ -106,8 +109,8 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.max_concurrent_streams", config.max_connections),
-        ("grpc.max_allowed_incoming_connections", config.max_connections),
+        ("grpc.max_concurrent_streams", config.max_connections + NUM_SPARE),
+        ("grpc.max_allowed_incoming_connections", config.max_connections + NUM_SPARE),
         ("grpc.server_handshake_timeout_ms", config.read_timeout_s * 1000),
         ("grpc.max_connection_idle_ms", IDLE_S * 1000),
         ("grpc.max_connection_age_ms", AGE_S * 1000),
@@ -147,7 +150,12 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             status = grpc.StatusCode.UNAUTHENTICATED.name
             self.access.end("grpc", time.perf_counter(), "none", status, "invalid_api_key", caller)
             return self._refusing
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        if handler is None:  # there is no such method
+            found = self.find(details.invocation_metadata) or Caller()
+            caller, status = replace(found, request_id=new_request_id()), grpc.StatusCode.UNIMPLEMENTED.name
+            self.access.end("grpc", time.perf_counter(), "none", status, "unknown_method", caller)
+        return handler
 
     def find(self, metadata: Iterable[tuple[str, str | bytes]] | None) -> Caller | None:
         """The caller that a call's metadata has a valid key of; None if it has none."""
@@ -176,6 +184,8 @@ class Calls:
     def __init__(self, config: ServerConfig, auth: AuthInterceptor) -> None:
         self._config = config
         self._auth = auth
+        self._num_open = 0
+        """Calls to methods that need a key."""
 
     def handlers(self) -> dict[str, grpc.RpcMethodHandler]:
         """The handlers of the service's methods, by name."""
@@ -191,7 +201,9 @@ class Calls:
             state = {"caller": caller}
             log_for(state)
             call.set_trailing_metadata(((REQUEST_ID, caller.request_id),))
+            self._num_open += path not in PUBLIC
             try:
+                self._check_open_calls()
                 if known is None and path not in PUBLIC:
                     raise ApiError(401, "no valid API key", code="invalid_api_key")
                 if given is not None:
@@ -209,9 +221,16 @@ class Calls:
                 code, reason = STATUS.get(shown.status, grpc.StatusCode.INTERNAL), shown.reason
                 await self._fail(call, shown, code, state["caller"].request_id)
             finally:
+                self._num_open -= path not in PUBLIC
                 self._auth.access.end("grpc", start, path, code.name, reason, state["caller"])
 
         return grpc.stream_stream_rpc_method_handler(handle)
+
+    def _check_open_calls(self) -> None:
+        """Raise ApiError if more calls are open than may be; what grpc itself refuses is not counted."""
+        if self._num_open > (most := self._config.max_connections):
+            message = f"{most} calls are open (--max-connections), and no more may be"
+            raise ApiError(429, message, code="overloaded", headers={"Retry-After": "1"}, reason="max_connections")
 
     async def _read(self, kind: type[Message], call: Call) -> Message:
         try:
@@ -332,10 +351,8 @@ class Methods(Calls):
             async for updates in stream:
                 for update in updates:
                     left -= update.finish_reason is not None
-                    message = update_message(request_id, update)
-                    if not left:
-                        message.usage.CopyFrom(usage_message(stream))
-                        message.prompt_logprobs.extend(prompt_logprobs(stream))
+                    make = partial(update_message, request_id, update, stream if not left else None)
+                    message = await self._service.format_update(caller, stream, update, make, with_prompt=not left)
                     await self._write(call, message)
 
     async def run(self, request: pb.GenerateRequest, call: Call, caller: Caller) -> None:
@@ -345,12 +362,8 @@ class Methods(Calls):
             async for updates in stream:
                 for update in updates:
                     buffer.add(update)
-            message = pb.GenerateResponse(
-                request_id=request_id,
-                outputs=[output_message(whole) for whole in buffer.take()],
-                usage=usage_message(stream),
-                prompt_logprobs=prompt_logprobs(stream),
-            )
+            make, wholes = partial(response_message, request_id, stream), buffer.take()
+            message = await self._service.format_update(caller, stream, Update(0), make, wholes, with_prompt=True)
         await self._write(call, message)
 
     async def embed(self, request: pb.EmbedRequest, call: Call, caller: Caller) -> None:
@@ -359,7 +372,7 @@ class Methods(Calls):
         body = read_embed_request(request, model=service.model_name, max_model_len=service.max_model_len)
         parsed = await parse_embeddings(service, body, caller)
         embedded = await parsed.run(service, embedding_message, self._timeout_s(call), _origin(caller))
-        await self._write(call, embed_response(embedded))
+        await self._write(call, await service.format(caller, embed_response, embedded))
 
     async def abort(self, request: pb.AbortRequest, call: Call, caller: Caller) -> None:
         """End the caller's requests of this id."""

@@ -4,7 +4,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -19,6 +18,7 @@ from quire.server.errors import ApiError, as_api_error
 from quire.server.http.guard import Guard
 from quire.server.http.origins import AllowedOrigins
 from quire.server.keys import Keys
+from quire.server.openai.json_parts import encode
 
 
 def guarded(
@@ -48,7 +48,7 @@ def guarded(
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     """A response of JSON; content that is bytes is JSON already."""
-    body = content if isinstance(content, bytes) else msgspec.json.encode(content)
+    body = content if isinstance(content, bytes) else encode(content)
     return Response(body, status, headers, media_type="application/json")
 
 

@@ -1,11 +1,10 @@
 """OpenAI's API over HTTP: its routes, and responses in one piece or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -24,6 +23,7 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError, as_api_error, in_words_of
 from quire.server.http.application import guarded, json_response
 from quire.server.http.batch_routes import UPLOADS, BatchRoutes
+from quire.server.http.body_response import body_response
 from quire.server.http.docs_page import ADDRESS, docs_page
 from quire.server.http.event_response import EventResponse, until_gone
 from quire.server.http.guard import PAGES, PUBLIC, Guard
@@ -35,6 +35,7 @@ from quire.server.keys import Caller, Keys
 from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
+from quire.server.openai.json_parts import JsonBody, encode
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
 from quire.server.openai.responses import parse_response
 from quire.server.service import Service
@@ -143,8 +144,8 @@ class Api:
         grammar = await self.service.compile(request.state.caller, parsed.structured, parsed.requests[0].cache_salt)
         streams = self._submit(request, parsed.requests, parsed.timeout_s, parsed.prompt_field, grammar)
         if parsed.stream:
-            return EventStream(parsed, streams, self.service, self.config)
-        return await self._whole(request, streams, parsed.formatter.response)
+            return EventStream(parsed, streams, self.service, self.config, request.state.caller)
+        return await self._whole(request, streams, parsed.formatter.parts)
 
     def _submit(
         self,
@@ -172,15 +173,16 @@ class Api:
         self,
         request: HttpRequest,
         streams: list[Stream],
-        response: Callable[[list[Stream], list[list[Update]]], dict[str, Any]],
+        parts: Callable[[list[Stream], list[list[Update]]], Iterator[bytes]],
     ) -> Response:
-        """Wait for all streams, and respond with what `response` makes of them; end them if the client goes."""
+        """Wait for all streams, and respond with the JSON that `parts` makes of them; end them if the client goes."""
         try:
             wholes = await _unless_gone(request, _collect(streams))
         finally:
             self.service.cancel(streams)
         # Log-probabilities of many tokens take a while to write down.
-        return await self.service.format(request.state.caller, lambda: json_response(response(streams, wholes)))
+        body = await self.service.format(request.state.caller, lambda: JsonBody(parts(streams, wholes)))
+        return body_response(body)
 
     async def tokenize(self, request: HttpRequest) -> Response:
         """`POST /tokenize`: text to token ids."""
@@ -276,8 +278,13 @@ class Api:
 class EventStream(EventResponse):
     """What streams generate, as server-sent events."""
 
-    def __init__(self, parsed: ParsedRequest, streams: list[Stream], service: Service, config: ServerConfig) -> None:
+    def __init__(
+        self, parsed: ParsedRequest, streams: list[Stream], service: Service, config: ServerConfig, caller: Caller
+    ) -> None:
         super().__init__(config.write_timeout_s, config.heartbeat_s)
+        self._caller = caller
+        self._begun: set[tuple[int, int]] = set()
+        """Prompt and index of each sequence of which something was sent."""
         self._parsed = parsed
         self._streams = streams
         self._service = service
@@ -288,30 +295,40 @@ class EventStream(EventResponse):
 
     async def events(self) -> AsyncIterator[bytes]:
         """The events of the formatter, and how its API ends a stream."""
-        async for event in self._events():
-            # Events that have a type are named by it, too.
-            name = f"event: {event['type']}\n".encode() if "type" in event else b""
-            yield name + b"data: " + _encode(event) + b"\n\n"
-        if self._parsed.formatter.ends_with_done:
-            yield b"data: [DONE]\n\n"
-
-    async def _events(self) -> AsyncIterator[dict[str, Any]]:
         formatter, streams = self._parsed.formatter, self._streams
-        for event in formatter.first_events(streams):
-            yield event
+        for line in _lines(formatter.first_events(streams)):
+            yield line
         try:
             async for prompt, updates in _merged(streams):
                 for update in updates:
-                    for event in formatter.events(prompt, streams[prompt], update):
-                        yield event
+                    for line in await self._format(prompt, update):
+                        yield line
+            last = formatter.last_events(streams)
         except Exception as error:
             shown = as_api_error(error)
             self.reason = shown.reason
-            for event in formatter.error_events(streams, shown):
-                yield event
-            return
-        for event in formatter.last_events(streams):
-            yield event
+            last = formatter.error_events(streams, shown)
+        for line in _lines(last):
+            yield line
+        if formatter.ends_with_done:
+            yield b"data: [DONE]\n\n"
+
+    async def _format(self, prompt: int, update: Update) -> list[bytes]:
+        """Return the events for what is new of one sequence; its first and last ones may be large."""
+        stream, formatter, sequence = self._streams[prompt], self._parsed.formatter, (prompt, update.index)
+        with_prompt = sequence not in self._begun or update.finish_reason is not None
+        self._begun.add(sequence)
+
+        def lines() -> list[bytes]:
+            return _lines(formatter.events(prompt, stream, update))
+
+        return await self._service.format_update(self._caller, stream, update, lines, with_prompt=with_prompt)
+
+
+def _lines(events: list[dict[str, Any]]) -> list[bytes]:
+    """Return events as they are sent; those that have a type are named by it, too."""
+    names = (f"event: {event['type']}\n".encode() if "type" in event else b"" for event in events)
+    return [name + b"data: " + encode(event) + b"\n\n" for name, event in zip(names, events, strict=True)]
 
 
 async def _merged(streams: list[Stream]) -> AsyncIterator[tuple[int, list[Update]]]:
@@ -375,9 +392,6 @@ def _origin(request: HttpRequest) -> Origin:
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------
-
-
-_encode = msgspec.json.encode
 
 
 def _probe(is_good: bool, why_not: str) -> Response:

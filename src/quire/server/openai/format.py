@@ -2,10 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
-
-import msgspec
 
 from quire.async_llm.stream import Stream
 from quire.async_llm.updates import Update
@@ -13,6 +11,7 @@ from quire.core.sequence import TokenLogprob
 from quire.server.errors import ApiError
 from quire.server.openai import schema
 from quire.server.openai.answer_parser import AnswerParser
+from quire.server.openai.json_parts import JsonParts, encode, parts_of
 from quire.server.service import Service
 from quire.text.reasoning import Part, text_of
 from quire.text.tokenizer import Tokenizer
@@ -32,6 +31,8 @@ class ResponseFormatter:
     id_prefix: str
     ends_with_done = True
     """Whether `[DONE]` follows the last event of a stream."""
+    num_copies = 1
+    """How often the events of a stream repeat each log-probability."""
 
     def __init__(self, service: Service, body: schema.Sampling) -> None:
         self.service = service
@@ -42,7 +43,7 @@ class ResponseFormatter:
         self.include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self.return_token_ids = bool(body.return_token_ids)
         self.prompt_logprobs = bool(body.prompt_logprobs)
-        self._shared: dict[tuple[str, str], msgspec.Raw] = {}
+        self._shared: dict[tuple[str, str], JsonParts] = {}
 
     def head(self, name: str) -> dict[str, Any]:
         """The fields that every object of this response begins with."""
@@ -54,8 +55,20 @@ class ResponseFormatter:
 
     def response(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
         """The whole response; `wholes` has one update for each sequence of each stream."""
-        choices = [self.choice(i, streams[i], whole) for i, updates in enumerate(wholes) for whole in updates]
+        choices = list(self._choices(streams, wholes))
         return self.head(self.object_name) | {"choices": choices, "usage": usage_of(streams)}
+
+    def parts(self, streams: list[Stream], wholes: list[list[Update]]) -> Iterator[bytes]:
+        """Yield the JSON of the whole response, choice by choice; what choices share is the same bytes in each."""
+        yield encode(self.head(self.object_name))[:-1] + b',"choices":['
+        for number, choice in enumerate(self._choices(streams, wholes)):
+            if number:
+                yield b","
+            yield from parts_of(choice)
+        yield b'],"usage":' + encode(usage_of(streams)) + b"}"
+
+    def _choices(self, streams: list[Stream], wholes: list[list[Update]]) -> Iterator[dict[str, Any]]:
+        return (self.choice(i, streams[i], whole) for i, updates in enumerate(wholes) for whole in updates)
 
     def first_events(self, streams: list[Stream]) -> list[dict[str, Any]]:
         """The events of a stream before any token has been generated."""
@@ -98,11 +111,11 @@ class ResponseFormatter:
             extras["prompt_logprobs"] = self._share("prompt_logprobs", stream, lambda: self._prompt_logprobs(stream))
         return extras
 
-    def _share(self, name: str, stream: Stream, make: Callable[[], Any]) -> msgspec.Raw:
+    def _share(self, name: str, stream: Stream, make: Callable[[], Any]) -> JsonParts:
         """JSON of a field that all choices of one prompt have: made for the first of them."""
         key = (name, stream.request.id)
         if key not in self._shared:
-            self._shared[key] = msgspec.Raw(msgspec.json.encode(make()))
+            self._shared[key] = JsonParts([encode(make())])
         return self._shared[key]
 
     def _prompt_logprobs(self, stream: Stream) -> list[dict[str, Any] | None]:
@@ -127,7 +140,8 @@ class ResponseFormatter:
 class _Echo(NamedTuple):
     """What `echo` puts before the text of every choice of one prompt."""
 
-    text: str
+    text: bytes
+    """JSON of the prompt's text without quotes."""
     columns: dict[str, bytes]
     """JSON of the prompt's log-probabilities without brackets, by the name of their field."""
     end: int
@@ -170,7 +184,7 @@ class CompletionFormatter(ResponseFormatter):
             at = echo.end if echo else self._offsets.get(index, 0)
             columns, self._offsets[index] = self._logprobs(update.logprobs, [], at)
             shown = _joined(echo.columns, columns) if echo else columns
-        text = echo.text + update.text if echo else update.text
+        text = JsonParts((b'"', echo.text, encode(update.text)[1:])) if echo else update.text
         choice = {
             "index": index,
             "text": text,
@@ -184,8 +198,8 @@ class CompletionFormatter(ResponseFormatter):
             columns, end = {}, 0
             if self.logprobs is not None:
                 shown, end = self._logprobs(stream.prompt_logprobs or (), self._prompts[prompt], 0)
-                columns = {name: msgspec.json.encode(column)[1:-1] for name, column in shown.items()}
-            self._echoes[prompt] = _Echo(self._prefix(prompt), columns, end)
+                columns = {name: encode(column)[1:-1] for name, column in shown.items()}
+            self._echoes[prompt] = _Echo(encode(self._prefix(prompt))[1:-1], columns, end)
         return self._echoes[prompt]
 
     def _prefix(self, prompt: int) -> str:
@@ -219,10 +233,14 @@ class CompletionFormatter(ResponseFormatter):
         return columns, at
 
 
-def _joined(before: dict[str, bytes], columns: Columns) -> dict[str, msgspec.Raw]:
-    """JSON of columns that follow others, which are JSON already."""
-    parts = {name: (before[name], msgspec.json.encode(column)[1:-1]) for name, column in columns.items()}
-    return {name: msgspec.Raw(b"[" + b",".join(filter(None, part)) + b"]") for name, part in parts.items()}
+def _joined(before: dict[str, bytes], columns: Columns) -> JsonParts:
+    """JSON of columns that follow others, which are JSON already and are not copied."""
+    return JsonParts.of_object({name: _list_of(before[name], column) for name, column in columns.items()})
+
+
+def _list_of(before: bytes, column: list[Any]) -> JsonParts:
+    after = encode(column)[1:-1]
+    return JsonParts((b"[", before, b"," if before and after else b"", after, b"]"))
 
 
 # -- chats ------------------------------------------------------------------------------------------------------------

@@ -29,8 +29,19 @@ TEMPLATE_KWARGS = (
 """Variables of chat templates that a request may set."""
 
 
-MAX_RESPONSE_NUMBERS = 1 << 22
-"""Log-probabilities, alternatives and token ids of one response: about 50 MB of JSON."""
+MAX_RESPONSE_BYTES = 64 << 20
+"""Maximum bytes of JSON that the log-probabilities and token ids of one response may come to, as estimated.
+
+Formatting them takes about five times as much memory for a while. The constants below are the bytes of one entry with
+a token of six bytes.
+"""
+COMPLETION_TOKEN_BYTES, COMPLETION_ALTERNATIVE_BYTES = 40, 30
+CHAT_TOKEN_BYTES, CHAT_ALTERNATIVE_BYTES = 120, 100
+"""A chat repeats the bytes of each token as numbers."""
+PROMPT_LOGPROB_BYTES = 70
+"""An entry of `prompt_logprobs`."""
+TOKEN_ID_BYTES = 8
+"""A token id, or a token of the text that `echo` repeats."""
 
 
 @dataclass(slots=True)
@@ -108,6 +119,7 @@ class FieldNames:
     messages: str = "messages"
     response_format: str = "response_format"
     reasoning_effort: str = "reasoning_effort"
+    max_tokens: str = "max_tokens"
 
 
 CHAT_NAMES = FieldNames()
@@ -159,7 +171,7 @@ async def parse_chat(
         )
 
     formatter = make_formatter(service, body, new_parser)
-    parsed = _parsed_request(service, body, caller, formatter, [prompt], params, structured=structured)
+    parsed = _parsed_request(service, body, caller, formatter, [prompt], params, structured=structured, names=names)
     parsed.prompt_field = names.messages
     return parsed
 
@@ -312,11 +324,12 @@ def _parsed_request(
     params: SamplingParams,
     *,
     structured: Structured | None,
+    names: FieldNames = CHAT_NAMES,
 ) -> ParsedRequest:
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
         raise ApiError(400, "stream_options needs stream=true", param="stream_options")
-    _check_response_size(service, body, params, prompts)
+    _check_response_size(service, body, params, prompts, formatter.num_copies if stream else 1, names)
     requests = [
         Request(
             id=part_id(caller.request_id or formatter.id, i),
@@ -334,25 +347,52 @@ def _parsed_request(
 
 
 def _check_response_size(
-    service: Service, body: schema.Sampling, params: SamplingParams, prompts: list[list[int]]
+    service: Service,
+    body: schema.Sampling,
+    params: SamplingParams,
+    prompts: list[list[int]],
+    num_copies: int,
+    names: FieldNames,
 ) -> None:
-    """Raise ApiError if a response could have too many log-probabilities and token ids."""
-    num_each = 0 if params.logprobs is None else params.logprobs + 1
-    num_ids, is_echo = int(bool(body.return_token_ids)), isinstance(body, schema.CompletionRequest) and bool(body.echo)
-    num_each_of_prompt = num_ids + bool(body.prompt_logprobs) + is_echo * (num_each + 1)
-    if not num_each and not num_ids and not num_each_of_prompt:
-        return
-    count = 0
+    """Raise ApiError if the log-probabilities and token ids of a response could be too large."""
+    num_bytes = most_generated = 0
     for prompt in prompts:
         room = max(service.max_model_len - len(prompt), 0)
-        num_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        count += params.n * (num_tokens * (num_each + num_ids) + len(prompt) * num_each_of_prompt)
-    if count > MAX_RESPONSE_NUMBERS:
-        message = (
-            f"n={params.n}: the response may have {count:,} log-probabilities and token ids, at most "
-            f"{MAX_RESPONSE_NUMBERS:,} are allowed; lower n, max_tokens or logprobs, or leave out echo"
-        )
-        raise ApiError(400, message, param="n", code="response_too_large")
+        num_generated = room if params.max_tokens is None else min(params.max_tokens, room)
+        most_generated = max(most_generated, num_generated)
+        num_bytes += num_copies * params.n * choice_bytes(body, params, len(prompt), num_generated)
+    if num_bytes <= MAX_RESPONSE_BYTES:
+        return
+    is_chat = isinstance(body, schema.ChatRequest)
+    lower = {"n": params.n > 1, names.max_tokens: most_generated > 1 and choice_bytes(body, params, 0, 1) > 0}
+    lower["top_logprobs" if is_chat else "logprobs"] = bool(params.logprobs)
+    leave_out = {name: bool(getattr(body, name, None)) for name in ("echo", "prompt_logprobs", "return_token_ids")}
+    fields = [name for name, may_help in (lower | leave_out).items() if may_help]
+    steps = ["send fewer prompts"] * (len(prompts) > 1)
+    for verb, names_of in (("lower", lower), ("leave out", leave_out)):
+        if given := [name for name in fields if name in names_of]:
+            steps.append(f"{verb} {_listed(given, ' or ')}")
+    message = (
+        f"{fields[0]}: the log-probabilities and token ids of the response may come to {num_bytes:,} bytes, at most "
+        f"{MAX_RESPONSE_BYTES:,} bytes are allowed; {_listed(steps, ', or ')}"
+    )
+    raise ApiError(400, message, param=fields[0], code="response_too_large")
+
+
+def choice_bytes(body: schema.Sampling, params: SamplingParams, num_prompt_tokens: int, num_generated: int) -> int:
+    """Estimate the bytes of JSON of one choice's log-probabilities and token ids, with an echoed prompt."""
+    of_token, of_alternative = COMPLETION_TOKEN_BYTES, COMPLETION_ALTERNATIVE_BYTES
+    if isinstance(body, schema.ChatRequest):
+        of_token, of_alternative = CHAT_TOKEN_BYTES, CHAT_ALTERNATIVE_BYTES
+    logprobs = 0 if params.logprobs is None else of_token + params.logprobs * of_alternative
+    ids, is_echo = TOKEN_ID_BYTES * bool(body.return_token_ids), bool(getattr(body, "echo", None))
+    of_prompt = ids + PROMPT_LOGPROB_BYTES * bool(body.prompt_logprobs) + is_echo * (logprobs + TOKEN_ID_BYTES)
+    return num_generated * (logprobs + ids) + num_prompt_tokens * of_prompt
+
+
+def _listed(words: list[str], last: str) -> str:
+    """Return words with commas between them, and `last` before the last one."""
+    return last.join([*([", ".join(words[:-1])] if len(words) > 1 else []), words[-1]])
 
 
 def checked_priority(service: Service, priority: int | None) -> int:

@@ -12,7 +12,9 @@ from quire.server.openai.parse import FieldNames, ParsedRequest, parse_chat
 from quire.server.openai.responses_format import ResponsesFormatter
 from quire.server.service import Service
 
-NAMES = FieldNames(messages="input", response_format="text.format", reasoning_effort="reasoning.effort")
+NAMES = FieldNames(
+    messages="input", response_format="text.format", reasoning_effort="reasoning.effort", max_tokens="max_output_tokens"
+)
 LOGPROBS = "message.output_text.logprobs"
 
 

@@ -4,6 +4,7 @@ A whole response is the last event of its own stream, so that both say the same.
 """
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from quire.server.errors import ApiError
 from quire.server.openai import schema
 from quire.server.openai.answer_parser import TokenParser
 from quire.server.openai.format import ChatFormatter, NewParser
+from quire.server.openai.json_parts import parts_of
 from quire.server.service import Service
 from quire.text.detokenizer import Detokenizer
 from quire.text.reasoning import Part
@@ -28,6 +30,7 @@ class ResponsesFormatter(ChatFormatter):
     object_name = "response"
     id_prefix = "resp_"
     ends_with_done = False
+    num_copies = 5  # once as it is generated, and when the text, its part, its item and the response are done
 
     def __init__(
         self,
@@ -51,6 +54,10 @@ class ResponsesFormatter(ChatFormatter):
     def response(self, streams: list[Stream], wholes: list[list[Update]]) -> dict[str, Any]:
         """The whole response."""
         return self.events(0, streams[0], wholes[0][0])[-1]["response"]
+
+    def parts(self, streams: list[Stream], wholes: list[list[Update]]) -> Iterator[bytes]:
+        """Yield the JSON of the whole response."""
+        return parts_of(self.response(streams, wholes))
 
     def first_events(self, streams: list[Stream]) -> list[dict[str, Any]]:
         """The response, without any output."""
