@@ -219,6 +219,37 @@ def test_batches_of_a_key_that_is_gone_wait_until_it_is_back(tmp_path):
     run(go)
 
 
+@pytest.mark.parametrize("when", ["before", "running"])
+def test_batches_of_a_key_that_is_removed_pause_until_it_is_back(tmp_path, when):
+    """While the server runs: before a batch begins, and while its lines do."""
+
+    async def go():
+        gate, other = Gate(), Caller("another")
+        async with batches_in(tmp_path, gate) as batches:
+            batches.go_on([CALLER, other])
+            gate.close()
+            batch = await add_batch(batches)
+            if when == "running":
+                await asyncio.to_thread(gate.wait_until_held)
+            batches.go_on([other])
+            late = await add_batch(batches, 2)  # its request came before the key was removed
+            gate.open()
+            async with asyncio.timeout(LONG_S):
+                while batches._workers or batches._service.engine.num_streams:
+                    await asyncio.sleep(0.005)
+            num_done = batch.completed
+            await asyncio.sleep(0.05)
+            assert (batch.has_ended, late.has_ended, batch.completed) == (False, False, num_done)
+            assert (await ended(await add_batch(batches, 2, other))).completed == 2
+            batches.go_on([CALLER])
+            batches.go_on([other])
+            batches.go_on([CALLER, other])  # at once: the worker is still on its way out
+            assert [(await ended(one)).completed for one in (batch, late)] == [12, 2]
+            assert len(answers_of(batches, batch.output_file_id)) == 12
+
+    run(go)
+
+
 def test_batches_are_bounded_and_the_oldest_that_ended_is_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "MAX_OPEN_BATCHES", 2)
     monkeypatch.setattr(store_module, "MAX_BATCHES", 3)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from quire.cli import build_parser
 from quire.server.config import ServerConfig
@@ -74,6 +75,26 @@ def test_prometheus_understands_the_rules():
     command = ["promtool", "check", "rules", str(ROOT / "deploy/alerts.yml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def alert(name: str) -> str:
+    """The expression of an alert."""
+    rules = yaml.safe_load((ROOT / "deploy/alerts.yml").read_text())["groups"][0]["rules"]
+    (found,) = [rule["expr"] for rule in rules if rule["alert"] == name]
+    return found
+
+
+def test_a_stalled_engine_is_one_that_is_not_healthy():
+    """How long a step may take depends on its tokens, which the server knows and a rule does not."""
+    assert alert("QuireEngineStalled") == "quire_healthy == 0"
+
+
+def test_probes_that_fail_are_no_errors_of_requests():
+    selector = re.search(r'route!~"([^"]+)"', alert("QuireServerErrors"))
+    assert selector
+    for route in ("/health", "/livez", "/readyz"):
+        assert re.fullmatch(selector[1], route)
+    assert not re.fullmatch(selector[1], "/v1/completions")
 
 
 def test_the_images_command_is_one_that_quire_takes():

@@ -9,15 +9,17 @@ from typing import Any
 import h11
 import pytest
 
+from quire.cli import main
+from quire.server.access import AccessLog
 from quire.server.config import ServerConfig
 from quire.server.http import connections
 from quire.server.http.application import json_response
 from quire.server.http.connections import FREE_CHUNKS, MAX_EVENTS, MAX_HEADERS
 from quire.server.http.guard import Guard
 from quire.server.http.origins import AllowedOrigins
-from quire.server.keys import Keys
-from quire.server.observe.metrics import Metrics
-from quire.server.serve import _listen, _serving
+from quire.server.keys import Caller, Keys
+from quire.server.observe.metrics import CONNECTION_REASONS, Metrics
+from quire.server.serve import _listen, _Server, _serving
 from tests.server.attack import head, post
 
 KEY = "a-key-for-the-tests"
@@ -59,19 +61,24 @@ class EventCounter:
         self.most_in_a_turn, self._num_in_turn = max(self.most_in_a_turn, self._num_in_turn), 0
 
 
-def with_server(exchange: Exchange) -> None:
-    """Talk to a real port of the server, with a route that reads the body."""
+def with_server(exchange: Exchange, app: Any = count_body, **limits: Any) -> dict[str, float]:
+    """Talk to a real port of the server; returns how many connections were refused, or ended, by reason."""
 
     async def run() -> None:
-        config = ServerConfig(port=0)
-        guard = Guard(count_body, Keys([KEY]), config, frozenset(), AllowedOrigins(()), {}, frozenset())
+        config = ServerConfig(port=0, **limits)
+        guard = Guard(app, Keys([KEY]), config, frozenset(), AllowedOrigins(()), {}, frozenset())
         listener = _listen("127.0.0.1", 0)
-        async with asyncio.timeout(LONG_S), _serving(guard, config, listener, Metrics()):
-            reader, writer = await asyncio.open_connection(*listener.getsockname())
+        async with asyncio.timeout(LONG_S), _serving(guard, config, listener, metrics):
+            reader, writer = await asyncio.open_connection(*listener.getsockname(), limit=1 << 16)
             await exchange(reader, writer)
             writer.close()
 
+    metrics = Metrics()
     asyncio.run(run())
+    samples = [sample for metric in metrics.registry.collect() for sample in metric.samples]
+    refused = [sample for sample in samples if sample.name == "quire_refused_connections_total"]
+    assert {sample.labels["reason"] for sample in refused} == set(CONNECTION_REASONS)
+    return {sample.labels["reason"]: sample.value for sample in refused if sample.value}
 
 
 async def read_reply(reader: asyncio.StreamReader) -> tuple[int, Any]:
@@ -167,6 +174,42 @@ def test_headers_are_counted_before_they_are_parsed(monkeypatch, num_headers, en
     assert parsed == ([num_headers + 4] if num_headers < MAX_HEADERS else [])
 
 
+@pytest.mark.parametrize("num_trailers", [0, MAX_HEADERS - 1, MAX_HEADERS + 2, 7500])
+@pytest.mark.parametrize("key", [KEY, "not-the-key"])
+def test_trailers_are_counted_before_they_are_parsed(monkeypatch, num_trailers, key):
+    """Of a body that is read, and of one whose request has been refused."""
+    parsed = []
+    next_event = h11.Connection.next_event
+
+    def recorded(connection: h11.Connection) -> Any:
+        event = next_event(connection)
+        if connection.our_role is h11.SERVER and isinstance(event, h11.EndOfMessage):
+            parsed.append(len(list(event.headers)))
+        return event
+
+    monkeypatch.setattr(h11.Connection, "next_event", recorded)
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", *CHUNKS, method="POST", key=key) + SMALL_CHUNK)
+        if key != KEY:
+            assert (await read_reply(reader))[0] == 401
+        writer.write(b"0\r\n")
+        writer.write(b"a:\r\n" * num_trailers + b"\r\n")
+        if num_trailers < MAX_HEADERS:
+            writer.write(post("/", b"123", *["a:"] * (MAX_HEADERS - 4), key=KEY))
+        replies = [await read_reply(reader)] if key == KEY else []
+        if num_trailers < MAX_HEADERS:
+            assert [*replies, (await read_reply(reader))] == [(200, 1)] * len(replies) + [(200, 3)]
+        elif key == KEY:
+            assert (replies[0][0], replies[0][1]["error"]["code"]) == (400, "invalid_http")
+        else:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+
+    with_server(exchange)
+    assert parsed == ([num_trailers, 0] if num_trailers < MAX_HEADERS else [])
+
+
 def test_a_body_of_too_many_chunks_is_refused_whoever_sends_it():
     async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(head("/", *CHUNKS, method="POST", key=KEY))
@@ -193,3 +236,132 @@ def test_a_large_body_may_come_in_as_many_parts_as_a_network_makes_of_it():
         assert await read_reply(reader) == (200, 512 * num_parts)
 
     with_server(exchange)
+
+
+# -- connections that the server ends are counted ----------------------------------------------------------------------
+
+
+async def send_much(scope: Any, receive: Any, send: Any) -> None:
+    """Respond with more than a socket holds."""
+    await json_response(b"x" * (32 << 20))(scope, receive, send)
+
+
+@pytest.mark.parametrize("before", [b"", head("/", key=KEY)], ids=["first", "second"])
+@pytest.mark.parametrize("part", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n"], ids=["nothing", "part"])
+def test_a_head_that_does_not_come_in_time_is_counted(before, part):
+    """On a connection that had a request before, only a head that has begun: between two it may rest."""
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if before:
+            writer.write(before)
+            assert await read_reply(reader) == (200, 0)
+        writer.write(part)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    counts = with_server(exchange, read_timeout_s=1, keep_alive_timeout_s=2)
+    assert counts == ({} if before and not part else {"slow_head": 1})
+
+
+def test_a_client_that_goes_on_with_a_refused_body_is_counted(monkeypatch):
+    monkeypatch.setattr(connections, "LINGER_S", 0.05)
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", "Content-Type: application/json", "Content-Length: 9", method="POST", key="not-the-key"))
+        assert (await read_reply(reader))[0] == 401
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+
+    assert with_server(exchange) == {"unread_body": 1}
+
+
+def test_a_client_that_leaves_after_its_refusal_is_not_counted(monkeypatch):
+    """The client ended the connection, not the server."""
+    monkeypatch.setattr(connections, "LINGER_S", 0.05)
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", "Content-Type: application/json", "Content-Length: 9", method="POST", key="not-the-key"))
+        assert (await read_reply(reader))[0] == 401
+        writer.close()
+        await asyncio.sleep(0.3)
+
+    assert with_server(exchange) == {}
+
+
+def test_a_connection_is_counted_once(monkeypatch):
+    """After its refusal it sends what is no body, and does not read the rest of what it gets."""
+    monkeypatch.setattr(connections, "LINGER_S", 0.3)
+
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", *CHUNKS, method="POST", key="not-the-key"))
+        assert (await read_reply(reader))[0] == 401
+        writer.write(b"no chunk\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        await asyncio.sleep(0.6)
+
+    assert with_server(exchange) == {"invalid_http": 1}
+
+
+def test_a_client_that_does_not_read_its_response_is_counted():
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", key=KEY))
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(2.5)  # the first look is after a second, and the second one ends it
+        num_bytes = 0
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                num_bytes += len(data)
+        assert num_bytes < 32 << 20
+
+    assert with_server(exchange, send_much, write_timeout_s=1) == {"slow_reader": 1}
+
+
+def test_a_client_that_reads_slowly_is_not_ended():
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head("/", key=KEY))
+        await reader.readuntil(b"\r\n\r\n")
+        num_bytes, start = 0, asyncio.get_running_loop().time()
+        while num_bytes < 32 << 20:
+            num_bytes += len(await reader.read(1 << 20))
+            if asyncio.get_running_loop().time() < start + 3:
+                await asyncio.sleep(0.1)
+
+    assert with_server(exchange, send_much, write_timeout_s=1) == {}
+
+
+def test_what_is_no_http_is_counted_once():
+    async def exchange(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"no HTTP at all\r\n\r\n")
+        assert (await read_reply(reader))[0] == 400
+        assert await reader.read() == b""
+
+    assert with_server(exchange) == {"invalid_http": 1}
+
+
+def test_a_connection_is_kept_for_75_seconds(capsys):
+    """As long as the flag says, and longer than load balancers keep theirs."""
+    assert ServerConfig().keep_alive_timeout_s == 75
+    assert _Server(count_body, ServerConfig(), Metrics()).config.timeout_keep_alive == 75
+    assert _Server(count_body, ServerConfig(keep_alive_timeout_s=9), Metrics()).config.timeout_keep_alive == 9
+    with pytest.raises(SystemExit):
+        main(["serve", "--help-all"])
+    (text,) = [part for part in capsys.readouterr().out.split("  --") if part.startswith("keep-alive-timeout-s N")]
+    assert "(75)" in text
+
+
+@pytest.mark.parametrize(
+    ("level", "logged"), [("all", [None, "invalid_value"]), ("errors", ["invalid_value"]), ("off", [])]
+)
+def test_the_access_log_has_the_lines_of_its_level_and_counts_all(level, logged, caplog):
+    counts: list[Any] = []
+    access = AccessLog(level, lambda *ended: counts.append(ended))
+    with caplog.at_level("INFO", "quire.access"):
+        for status, reason in ((200, None), (400, "invalid_value")):
+            access.end("http", 0.0, "/v1/models", status, reason, Caller("t", "alice", request_id="r"))
+    assert [vars(record)["reason"] for record in caplog.records] == logged
+    assert counts == [
+        ("http", "/v1/models", status, reason, "alice") for status, reason in (("200", None), ("400", "invalid_value"))
+    ]
+    with pytest.raises(ValueError, match="access_log='quiet' must be all, errors or off"):
+        ServerConfig(access_log="quiet")

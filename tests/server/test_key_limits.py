@@ -94,6 +94,34 @@ def test_lines_of_a_batch_wait_for_the_limit_of_their_key(keys, tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("limit", "num_lines"), [("requests=4", 2), ("requests=3", 2), ("tokens_per_minute=30", 3)])
+def test_a_batch_leaves_half_of_its_keys_limit_to_interactive_requests(tmp_path, limit, num_lines):
+    file, gate = tmp_path / "keys", Gate()
+    file.write_text(f"{ALICE} name=alice {limit}\n")
+    keys = Keys(file=file)
+    alice = caller(keys, ALICE)
+
+    async def run() -> None:
+        admission = Admission(find_client=keys.find_tenant)
+        async with batches_in(tmp_path / "batches", gate, admission=admission) as batches:
+            engine = batches._service.engine
+            gate.close()
+            batch = await add_batch(batches, 6, alice)
+            await asyncio.to_thread(gate.wait_until_held)
+            async with asyncio.timeout(60):
+                while engine.num_streams < num_lines:
+                    await asyncio.sleep(0.005)
+            await asyncio.sleep(2 * OVERLOAD_WAIT_S)
+            assert engine.num_streams == num_lines
+            (stream,) = engine.submit((await parse_completion(batches._service, BODY, alice)).requests)
+            gate.open()
+            await stream.read_all()
+            if "requests" in limit:
+                assert (await ended(batch)).completed == 6
+
+    asyncio.run(run())
+
+
 def test_a_batch_whose_key_has_no_tokens_left_keeps_no_other_batch_waiting(tmp_path):
     """A token is left of the minute, so each line is read, and refused when it is to run."""
     file = tmp_path / "keys"

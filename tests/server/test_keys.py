@@ -15,6 +15,8 @@ from quire.server.keys import Keys
 from quire.server.serve import _reload_keys, _reload_on_hangup
 
 KEY, OTHER = "a-key-of-alice", "a-key-of-bob"
+SECOND = "sk_secret=of=another"
+"""A key that looks like a field."""
 
 
 @pytest.fixture
@@ -61,8 +63,9 @@ def test_a_key_means_the_same_however_it_is_given(key_file):
     ("line", "expected"),
     [
         ("name=a", "a key must be at least 8 printable ASCII characters without spaces"),
-        (f"{KEY} nam=a", "unknown field 'nam'; after the key, use name, weight, requests, queued_tokens, tokens_per"),
-        (f"{KEY} {OTHER}", "word 2 is not FIELD=VALUE; after the key, use name"),
+        (f"{KEY} nam=a", "word 2 is not FIELD=VALUE with a known field; after the key, use name, weight, requests, qu"),
+        (f"{KEY} {SECOND}", "word 2 is not FIELD=VALUE with a known field; after the key, use name"),
+        (f"{KEY} {OTHER}", "word 2 is not FIELD=VALUE with a known field; after the key, use name"),
         (f"{KEY} name=", "name=''; use 1 to 64 of A-Z"),
         (f"{KEY} name=two,words", "name='two,words'; use 1 to 64 of A-Z"),
         (f"{KEY} weight=0", "weight=0 must be a whole number from 1 to 1,000"),
@@ -81,11 +84,12 @@ def test_a_wrong_line_is_named_with_its_field_and_never_quoted(key_file, line, e
     assert expected in str(wrong.value)
     assert KEY not in str(wrong.value)
     assert OTHER not in str(wrong.value)
+    assert "secret" not in str(wrong.value)
 
 
 def test_administrators_keys_have_names_and_no_limits(key_file):
     assert Keys(file=key_file(f"{KEY} name=ops\n"), fields=("name",)).callers[0].name == "ops"
-    with pytest.raises(ValueError, match=r"unknown field 'weight'; after the key, use name$"):
+    with pytest.raises(ValueError, match=r"word 2 is not FIELD=VALUE with a known field; after the key, use name$"):
         Keys(file=key_file(f"{KEY} weight=2\n"), fields=("name",))
 
 
@@ -113,6 +117,29 @@ class Weights:
 
     def set_tenant_weights(self, weights: dict[str, float]) -> None:
         self.weights = weights
+
+
+def test_a_reload_reports_a_file_that_every_user_can_read(key_file, caplog):
+    file = key_file(f"{KEY}\n")
+    keys, engine = Keys(file=file), cast(Any, Weights())
+    file.chmod(0o644)
+    _reload_keys(ServerConfig(), keys, Keys(flag="--admin-key"), engine)
+    assert "--api-key-file keys can be read by every user" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["missing", "no text"])
+def test_a_file_that_cannot_be_read_is_logged_without_its_folder(key_file, caplog, what):
+    file = key_file(f"{KEY}\n")
+    keys = Keys(file=file)
+    if what == "missing":
+        file.unlink()
+    else:
+        file.write_bytes(b"\xff" * 20)
+    _reload_keys(ServerConfig(), keys, Keys(flag="--admin-key"), cast(Any, Weights()))
+    (record,) = caplog.records
+    reason = "No such file or directory" if what == "missing" else "it is not UTF-8"
+    assert vars(record)["detail"] == f"--api-key-file keys cannot be read: {reason}"
+    assert str(file.parent) not in repr(vars(record))
 
 
 @pytest.mark.parametrize("wrong", ["short\n", f"{OTHER} weight=1\n", f"{OTHER}\n", ""])
@@ -165,7 +192,9 @@ def test_a_file_that_every_user_can_read_is_reported(key_file, caplog, mode, is_
     file = key_file(f"{KEY}\n")
     file.chmod(mode)
     with caplog.at_level(logging.WARNING, "quire.server"):
-        Keys(file=file, flag="--admin-key")
+        keys = Keys(file=file, flag="--admin-key")
+        assert not caplog.records, "the log is not set up yet when a command reads its keys"
+        keys.report_exposed_file()
     assert [record.getMessage() for record in caplog.records] == [
         "--admin-key-file keys can be read by every user of this machine; run `chmod o= keys`"
     ] * is_reported

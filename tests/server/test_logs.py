@@ -13,6 +13,7 @@ import pytest
 
 from quire.async_llm.errors import described
 from quire.server.logs import JsonLines, LogLine, read_line
+from tests.server.process import SMALL, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -20,6 +21,16 @@ DOCS = Path(__file__).parents[2] / "docs"
 def formatted(text: str, severity: int = logging.INFO, exc_info=None, **extra) -> str:
     record = logging.getLogger("quire.test").makeRecord("quire.test", severity, "", 0, text, (), exc_info, extra=extra)
     return JsonLines().format(record)
+
+
+@pytest.mark.own_server
+def test_every_line_of_a_server_is_json_from_the_first_one_on(tiny_folder, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("a-key-for-the-tests\n")
+    file.chmod(0o644)
+    with serving(tiny_folder, *SMALL, "--api-key-file", str(file)) as server:
+        lines = [read_line(line) for line in server.lines]
+    assert any("can be read by every user" in line.event for line in lines)
 
 
 def test_an_error_keeps_its_time_and_has_its_type_place_and_errno():

@@ -5,16 +5,22 @@ import http.server
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from quire import SamplingParams
+from quire.async_llm.origin import Origin
+from quire.server.observe.telemetry import Telemetry
 from tests.server.process import SMALL, serving
 
 pytestmark = pytest.mark.own_server
 
 SECRET = "the lighthouse keeper's secret"
+KEY = "a-key-of-alice"
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
@@ -35,18 +41,23 @@ class Collector(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def received(tiny_folder):
+def received(tiny_folder, tmp_path_factory):
     """What a collector was sent by a server that answered one request, refused to finish another, and stopped."""
     handler = type("Handler", (Collector,), {"received": []})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as collector:
         threading.Thread(target=collector.serve_forever, daemon=True).start()
         endpoint = f"http://127.0.0.1:{collector.server_port}"
-        with serving(tiny_folder, *SMALL, "--otlp-endpoint", endpoint) as server:
+        keys = tmp_path_factory.mktemp("keys") / "api-keys"
+        keys.write_text(f"{KEY} name=alice\n")
+        keys.chmod(0o600)
+        with serving(tiny_folder, *SMALL, "--otlp-endpoint", endpoint, "--api-key-file", str(keys)) as server:
+            headers = {"authorization": f"Bearer {KEY}"}
             body = {"model": "tiny", "prompt": SECRET, "max_tokens": 9, "ignore_eos": True, "request_id": "mine"}
             parent = f"00-{TRACE_ID}-{PARENT_ID}-01"
-            assert server.post("/v1/completions", body, traceparent=parent)[0] == 200
-            late = body | {"max_tokens": 3900, "timeout": 0.05, "request_id": "late"}
-            assert server.post("/v1/completions", late)[0] == 408
+            assert server.post("/v1/completions", body, **headers, traceparent=parent)[0] == 200
+            late = body | {"max_tokens": 3900, "timeout": 0.05, "request_id": "of-the-body"}
+            headers["x_request_id"] = "late"
+            assert server.post("/v1/completions", late, **headers)[0] == 408
             assert server.terminate() == 0
             lines = "".join(server.lines)
         collector.shutdown()
@@ -87,6 +98,29 @@ def test_a_request_is_one_span_with_the_conventions_names(received):
 def test_a_request_is_part_of_its_clients_trace(received):
     span = spans(received[0])["mine"]
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE_ID, PARENT_ID)
+
+
+def test_a_span_has_the_requests_id_and_the_label_of_its_key(received):
+    """The header's id comes before the body's. The key itself leaves nowhere."""
+    shown = {name: attributes(span) for name, span in spans(received[0]).items()}
+    assert {name: one["quire.request_id"] for name, one in shown.items()} == {"mine": "mine", "late": "late"}
+    assert {name: one["quire.key"] for name, one in shown.items()} == {"mine": "alice", "late": "alice"}
+    assert all(KEY.encode() not in body for _, body in received[0])
+
+
+def test_without_keys_a_span_has_no_label():
+    params = SamplingParams(max_tokens=3)
+    stream = SimpleNamespace(
+        request=SimpleNamespace(id="r", params=params, prompt_token_ids=(1, 2)), origin=Origin("mine", "")
+    )
+    stream.num_output_tokens, stream.num_cached_tokens = 3, 1
+    telemetry = Telemetry("http://127.0.0.1:9", "tiny")
+    try:
+        shown = telemetry._attributes(cast(Any, stream))
+    finally:
+        telemetry.close()
+    assert "quire.key" not in shown
+    assert (shown["quire.request_id"], shown["quire.cached_tokens"]) == ("mine", 1)
 
 
 def test_a_request_that_failed_says_how(received):

@@ -8,6 +8,7 @@ KEY is printable ASCII without spaces, in the clear or as `sha256:<64 hex digits
 prefixes in the cache, so that one client cannot find out the prompts of another.
 """
 
+import contextlib
 import copy
 import hashlib
 import hmac
@@ -101,6 +102,14 @@ class Keys:
         """True if `reload` may read other keys."""
         return self._file is not None
 
+    def report_exposed_file(self) -> None:
+        """Log a warning if every user of this machine can read the file."""
+        with contextlib.suppress(OSError):
+            if self._file and self._file.stat().st_mode & 0o004:
+                name = self._file.name
+                text = f"{self._flag}-file {name} can be read by every user of this machine; run `chmod o= {name}`"
+                _log.warning(text)
+
     def __len__(self) -> int:
         return len(self._callers)
 
@@ -141,11 +150,11 @@ class Keys:
     def _read_file(self, file: Path) -> dict[bytes, Caller]:
         where = f"{self._flag}-file {file.name}"
         try:
-            text, mode = file.read_text(), file.stat().st_mode
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where} cannot be read: {error}") from None
-        if mode & 0o004:
-            _log.warning(f"{where} can be read by every user of this machine; run `chmod o= {file.name}`")
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:  # its message has the whole path
+            raise ValueError(f"{where} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{where} cannot be read: it is not UTF-8") from None
         callers: dict[bytes, Caller] = {}
         lines: dict[bytes, int] = {}
         for number, line in enumerate(text.splitlines(), 1):
@@ -162,13 +171,13 @@ class Keys:
         return callers
 
     def _read_fields(self, where: str, words: list[str], key: bytes) -> Caller:
-        """Return the caller that a line describes. Errors quote field names only: any other word may be a secret."""
+        """Return the caller that a line describes. Errors quote known field names only: other words may be secret."""
         caller, limits, seen = _caller_of(key, self.everyone.limits), {}, set()
         for i, word in enumerate(words, 2):
             match = _FIELD.fullmatch(word)
             if match is None or match[1] not in self._fields:
-                named = f"unknown field {match[1]!r}" if match else f"word {i} is not FIELD=VALUE"
-                raise ValueError(f"{where}: {named}; after the key, use {', '.join(self._fields)}")
+                what = f"word {i} is not FIELD=VALUE with a known field"
+                raise ValueError(f"{where}: {what}; after the key, use {', '.join(self._fields)}")
             name, value = match.groups()
             if name in seen:
                 raise ValueError(f"{where}: {name} is set twice; remove one of them")

@@ -61,6 +61,8 @@ async def serve(
     """Serve the LLM that a function opens, or several of one model, until a signal stops it."""
     check_exposure(config, keys, admin_keys)
     _prepare_process(config)
+    for one in (keys, admin_keys):
+        one.report_exposed_file()
     listener = _listen(config.host, config.port)  # before the model is loaded: a port that is taken fails at once
     admin_listener = None if config.admin_port is None else _listen("127.0.0.1", config.admin_port)
     store = Store(Path(config.batch_folder), config.max_batch_bytes) if config.batch_folder else None
@@ -133,7 +135,7 @@ def _reload_on_hangup(
 def _reload_keys(
     config: ServerConfig, keys: Keys, admin_keys: Keys, engine: AsyncLLM, batches: "Batches | None" = None
 ) -> None:
-    """Read the key files again, and resume the batches of their keys.
+    """Read the key files again, run the batches of their keys, and pause the batches of all others.
 
     Requests that run continue. A file that is wrong changes nothing, nor does the other file.
     """
@@ -145,6 +147,8 @@ def _reload_keys(
         return
     keys.become(new)
     admin_keys.become(new_admin)
+    for one in (keys, admin_keys):
+        one.report_exposed_file()
     engine.set_tenant_weights(keys.weights)
     if batches:
         batches.go_on(keys.callers)

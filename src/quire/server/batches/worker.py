@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ class Batches:
         self._bodies = bodies
         self._workers: dict[str, asyncio.Task[None]] = {}
         """Of tenants with batches that have not ended."""
+        self._callers: dict[str, Caller] | None = None
+        """Callers whose batches may run, by tenant; None before `go_on` states them, for any."""
         self._runs: dict[str, asyncio.Task[None]] = {}
         """What answers the lines of a batch, by its id."""
 
@@ -70,8 +73,15 @@ class Batches:
         return self._store.tenant(caller.tenant)
 
     def go_on(self, callers: Iterable[Caller]) -> None:
-        """Go on with the batches that an earlier server left of these callers; those of others have no key any more."""
-        for caller in callers:
+        """Run the batches of these callers, also those that an earlier server left, and pause those of all others.
+
+        The others have no key any more. Their batches go on from where they are when the key is back.
+        """
+        self._callers = {caller.tenant: caller for caller in callers}
+        for tenant, worker in self._workers.items():
+            if tenant not in self._callers:
+                worker.cancel()
+        for caller in self._callers.values():
             self._start(caller)
 
     async def create(self, caller: Caller, body: schema.BatchRequest) -> StoredBatch:
@@ -113,18 +123,29 @@ class Batches:
 
     async def stop(self) -> None:
         """Leave everything as it is, for the next server to go on with."""
-        workers = list(self._workers.values())
+        workers, self._callers = list(self._workers.values()), {}
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
 
     def _start(self, caller: Caller) -> None:
+        if self._callers is not None and caller.tenant not in self._callers:
+            return
         if caller.tenant not in self._workers and any(
             not batch.has_ended for batch in self.tenant(caller).batches.values()
         ):
             # Neither the request that made the batch nor its id is of the lines: they have ids of their own.
             work = self._work(replace(caller, request_id=""))
-            self._workers[caller.tenant] = asyncio.create_task(work, context=contextvars.Context())
+            worker = asyncio.create_task(work, context=contextvars.Context())
+            worker.add_done_callback(partial(self._on_end, caller.tenant))
+            self._workers[caller.tenant] = worker
+
+    def _on_end(self, tenant: str, worker: asyncio.Task[None]) -> None:
+        """Start a worker again whose tenant's key came back while it was being cancelled."""
+        if self._workers.get(tenant) is worker:  # it was cancelled before its first step
+            del self._workers[tenant]
+        if worker.cancelled() and self._callers and tenant in self._callers:
+            self._start(self._callers[tenant])
 
     async def _work(self, caller: Caller) -> None:
         """Run the batches of one caller, the oldest first, until all have ended."""

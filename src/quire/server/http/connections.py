@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -27,6 +28,7 @@ MAX_EVENTS = 16
 """Parts of requests (heads, chunks, ends) that are parsed in one turn of the event loop: each takes about 40 us."""
 MAX_HEADER_BYTES = 32 << 10
 MAX_HEADERS = 100
+"""Maximum lines of a head after its first one, and of a body's trailers: parsing one takes about 10 us."""
 FREE_CHUNKS, CHUNK_BYTES = 8192, 256
 """A body may have so many chunks, and one more for each `CHUNK_BYTES` bytes: a chunk costs as much as a head."""
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
@@ -37,11 +39,28 @@ NUM_SPARE = 8
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
+class _Buffer(ReceiveBuffer):
+    """Bytes that are not parsed yet."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """Return the lines of a head or of trailers once all are there. h11.RemoteProtocolError if they are too many.
+
+        They are counted here because h11 parses all of them as one event.
+        """
+        if self._data[:2].startswith((b"\n", b"\r\n")):  # there are none; the next request may follow
+            return super().maybe_extract_lines()
+        end = _END_OF_HEAD.search(self._data)
+        if self._data.count(b"\n", 0, end.start() if end else len(self._data)) > MAX_HEADERS:
+            raise h11.RemoteProtocolError("too many headers")
+        return super().maybe_extract_lines()
+
+
 class _Parser(h11.Connection):
     """Parser of one connection's requests. It returns `num_left` events, and then NEED_DATA until that is set again."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self._receive_buffer = _Buffer()
         self.num_left = MAX_EVENTS
         self._num_chunks = self._num_bytes = 0
 
@@ -54,8 +73,6 @@ class _Parser(h11.Connection):
         """Return the next event. h11.RemoteProtocolError if the request has too many headers or chunks."""
         if not self.num_left:
             return h11.NEED_DATA
-        if self.their_state is h11.IDLE:
-            self._check_headers()
         event = super().next_event()
         if event is h11.NEED_DATA or event is h11.PAUSED:
             return event
@@ -68,13 +85,6 @@ class _Parser(h11.Connection):
             if self._num_chunks > FREE_CHUNKS + self._num_bytes // CHUNK_BYTES:
                 raise h11.RemoteProtocolError("too many chunks")
         return event
-
-    def _check_headers(self) -> None:
-        """Count lines before they are parsed, which costs 10 us each."""
-        data, _ = self.trailing_data
-        end = _END_OF_HEAD.search(data)
-        if data.count(b"\n", 0, end.start() if end else len(data)) > MAX_HEADERS:
-            raise h11.RemoteProtocolError("too many headers")
 
 
 class Connection(H11Protocol):
@@ -179,7 +189,8 @@ class Connection(H11Protocol):
             self.loop.call_later(LINGER_S, self._end_unread, self.cycle)
 
     def _end_unread(self, cycle: Any) -> None:
-        if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+        is_open = not self.transport.is_closing()  # else the client has ended it
+        if is_open and self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
             self._abort("unread_body")
 
     def _abort(self, reason: str) -> None:
