@@ -23,6 +23,7 @@ format: ## put the code in shape
 	.ci/dev-env
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
+	.venv/bin/uv tool run --quiet clang-format==22.1.8 -i native/*.cc native/*.h native/*.inc
 
 lock:   ## pin what pyproject.toml asks for; pins that still fit stay
 	.ci/dev-env

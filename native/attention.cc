@@ -17,9 +17,11 @@
 namespace quire {
 namespace {
 
-constexpr int64_t kTileRows = 64;       // rows of a tile, unless one query has more heads
-constexpr int64_t kFirstPart = 2;  // chunks of the first parts of a context; a shorter one is not worth a task of its own
-constexpr int64_t kPartsBefore = 8;  // later parts are longer: as many as this come before the first of twice the length
+constexpr int64_t kTileRows = 64;  // rows of a tile, unless one query has more heads
+constexpr int64_t kFirstPart =
+    2;  // chunks of the first parts of a context; a shorter one is not worth a task of its own
+constexpr int64_t kPartsBefore =
+    8;  // later parts are longer: as many as this come before the first of twice the length
 constexpr float kLog2E = 1.44269504088896340736f;
 
 // ---- columns --------------------------------------------------------------------------------------------------------
@@ -38,12 +40,8 @@ struct Columns {
         padded(round_up(width, 2)),
         per_page(ceil_div(page_size, width)) {}
 
-  int64_t piece(int64_t position) const {
-    return position / page_size * per_page + position % page_size / width;
-  }
-  int64_t column(int64_t position) const {
-    return piece(position) * padded + position % page_size % width;
-  }
+  int64_t piece(int64_t position) const { return position / page_size * per_page + position % page_size / width; }
+  int64_t column(int64_t position) const { return piece(position) * padded + position % page_size % width; }
   int64_t pieces_per_chunk() const { return kChunk / padded; }
 
   // The piece with which the next part of a context begins. Pieces count from the beginning of the sequence.
@@ -61,12 +59,12 @@ struct Columns {
 struct Task {
   int64_t row, kv_head;
   int64_t first_token, num_queries;
-  int64_t first_position;            // of the first query
-  int64_t pieces_before;             // of the sequence, before the table
+  int64_t first_position;  // of the first query
+  int64_t pieces_before;   // of the sequence, before the table
   int64_t begin_piece, end_piece;
-  int64_t part = 0;                  // the first of them
-  int64_t split = -1;                // which split context this is of
-  bool writes = false;               // the tile is the whole row: it writes the row's K and V itself
+  int64_t part = 0;     // the first of them
+  int64_t split = -1;   // which split context this is of
+  bool writes = false;  // the tile is the whole row: it writes the row's K and V itself
 };
 
 // A context visited by several tasks: what each part of it comes to, and how many tasks are still under way.
@@ -178,9 +176,7 @@ class Step {
     for (; begin < end; begin += few) to_write_.emplace_back(begin, std::min(begin + few, end));
   }
 
-  int64_t first_seen(int64_t position) const {
-    return a_.window ? std::max<int64_t>(position - a_.window + 1, 0) : 0;
-  }
+  int64_t first_seen(int64_t position) const { return a_.window ? std::max<int64_t>(position - a_.window + 1, 0) : 0; }
 
   // In columns times rows; the constant stands for reading K and V, which all rows share.
   int64_t cost(const Task& task) const {
@@ -209,7 +205,7 @@ class Step {
     const int64_t share = ceil_div(total, 4 * threads_.count);
     std::vector<Task> tasks;
     tasks.reserve(tasks_.size());
-    std::vector<int64_t> begins;  // of the parts of a context, and its end
+    std::vector<int64_t> begins;                                   // of the parts of a context, and its end
     for (size_t i = 0; i < tasks_.size(); i += a_.num_kv_heads) {  // the KV heads of one tile
       const Task& whole = tasks_[i];
       const int64_t wanted = ceil_div(cost(whole), share);

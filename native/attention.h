@@ -33,7 +33,7 @@ struct Attention {
   int64_t head_dim;       // H, a multiple of 8
   float scale;            // above 0
   float soft_cap;         // scores s, already scaled, become soft_cap * tanh(s / soft_cap); 0 for none
-  int64_t window;  // positions a token sees, itself included; 0 for all before it
+  int64_t window;         // positions a token sees, itself included; 0 for all before it
 
   const void* q_TNH;
   const void* k_TKH;

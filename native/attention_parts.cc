@@ -38,14 +38,14 @@ QUIRE_INLINE void store_row(void* to, const float* from, float factor, int64_t h
   sweep(head_dim, [&](int64_t h, int64_t n) { store(static_cast<T*>(to) + h, load(from + h, n) * factor, n); });
 }
 
-#define QUIRE_PARTS(attributes, name)                                                                        \
-  attributes void add_##name(const Found& to, const Found& part, int64_t num_rows, int64_t head_dim) {       \
-    add_rows(to, part, num_rows, head_dim);                                                                  \
-  }                                                                                                          \
-  template <class T>                                                                                         \
-  attributes void store_##name(void* to, const float* from, float factor, int64_t head_dim) {                \
-    store_row<T>(to, from, factor, head_dim);                                                                \
-  }                                                                                                          \
+#define QUIRE_PARTS(attributes, name)                                                                  \
+  attributes void add_##name(const Found& to, const Found& part, int64_t num_rows, int64_t head_dim) { \
+    add_rows(to, part, num_rows, head_dim);                                                            \
+  }                                                                                                    \
+  template <class T>                                                                                   \
+  attributes void store_##name(void* to, const float* from, float factor, int64_t head_dim) {          \
+    store_row<T>(to, from, factor, head_dim);                                                          \
+  }                                                                                                    \
   constexpr PartFunctions kParts_##name[] = {{add_##name, store_##name<float>}, {add_##name, store_##name<Bf16>}};
 
 QUIRE_PARTS(QUIRE_PLAIN, plain)

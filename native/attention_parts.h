@@ -10,7 +10,7 @@ namespace quire {
 // What the rows of a tile have found in one part or in several: each row's output times `total`, the sum of
 // 2^(score - top). A row that has seen nothing has a total of 0 and a top of minus infinity; its output is of no meaning.
 struct Found {
-  float* out;  // [X, H]
+  float* out;          // [X, H]
   float *top, *total;  // [X]
 };
 

@@ -196,14 +196,14 @@ TARGET void finish(Scratch& s) {
 // c[0..15, 0..15] and its neighbours right and below = (or +=) a b, over `depth` tiles. Strides in bytes. Six tiles are
 // used, not eight: see linear_x86.cc.
 struct Product {
-  const char* a;         // rows of A; the second tile is 16 rows below
+  const char* a;  // rows of A; the second tile is 16 rows below
   int64_t a_stride;
-  const char* b[2];      // pairs of rows of B; null for no second tile
+  const char* b[2];           // pairs of rows of B; null for no second tile
   int64_t b_stride, b_depth;  // from row to row, from tile to tile
   char* c[2];
   int64_t c_stride;
   int64_t depth;
-  bool lower;            // whether there are 16 more rows
+  bool lower;  // whether there are 16 more rows
   bool add;
 };
 
@@ -223,6 +223,7 @@ TARGET void multiply(const Product& p) {
     _tile_zero(3);
   }
   for (int64_t i = 0; i < p.depth; ++i) {
+    // b[0] is never null. NOLINTNEXTLINE(clang-analyzer-core.NullPointerArithm)
     _tile_loadd(4, p.b[0] + i * p.b_depth, p.b_stride);
     _tile_loadd(5, p.a + i * 64, p.a_stride);
     _tile_dpbf16ps(0, 5, 4);

@@ -26,9 +26,9 @@ constexpr int64_t kPair = sizeof(T) == 2 ? 2 : 1;
 
 // One piece of a page, in the place where a tile meets it.
 struct Piece {
-  const void* k;  // [H / pair, Z, pair], from this piece's first position on
-  const void* v;  // [positions / pair, H, pair]
-  int64_t count;  // positions; 0 for a page outside the pool, or before the table
+  const void* k;                 // [H / pair, Z, pair], from this piece's first position on
+  const void* v;                 // [positions / pair, H, pair]
+  int64_t count;                 // positions; 0 for a page outside the pool, or before the table
   int64_t seen_begin, seen_end;  // of them, those that some query of the tile sees; 0 and 0 if there are none
 };
 
@@ -37,20 +37,20 @@ struct Scratch {
   int64_t num_rows = 0;  // X
   int64_t head_dim = 0;
   int64_t page_size = 0;
-  int64_t padded = 0;           // columns of a piece
+  int64_t padded = 0;  // columns of a piece
   float scale_log2e = 0;
-  const void* q = nullptr;      // [X, H], as the functions of the table want it
-  float* scores = nullptr;      // [X, kScoreStride]; weights after `soften`
-  Bf16* weights = nullptr;      // [X, kScoreStride], where the table wants them in bfloat16
-  void* values = nullptr;       // [kChunk / 2, H, 2] bfloat16, what the table wants of V without what is not seen
-  float* out = nullptr;         // [X, H]
-  float* top = nullptr;         // [X] running maximum, of scores times log2(e)
-  float* total = nullptr;       // [X] running sum
-  float* shrink = nullptr;      // [X] what a higher maximum leaves of the sum so far
-  float* sum_out = nullptr;     // the same three of the parts before, of which the functions know nothing
+  const void* q = nullptr;   // [X, H], as the functions of the table want it
+  float* scores = nullptr;   // [X, kScoreStride]; weights after `soften`
+  Bf16* weights = nullptr;   // [X, kScoreStride], where the table wants them in bfloat16
+  void* values = nullptr;    // [kChunk / 2, H, 2] bfloat16, what the table wants of V without what is not seen
+  float* out = nullptr;      // [X, H]
+  float* top = nullptr;      // [X] running maximum, of scores times log2(e)
+  float* total = nullptr;    // [X] running sum
+  float* shrink = nullptr;   // [X] what a higher maximum leaves of the sum so far
+  float* sum_out = nullptr;  // the same three of the parts before, of which the functions know nothing
   float* sum_top = nullptr;
   float* sum_total = nullptr;
-  int64_t* begin = nullptr;     // [X] first column seen, from the start of the context
+  int64_t* begin = nullptr;  // [X] first column seen, from the start of the context
   int64_t* end = nullptr;
 };
 

@@ -70,14 +70,16 @@ class Run {
       int64_t first_tile, end_tile, first_panel, end_panel;
     };
     const int64_t panels = num_panels(product_.columns);
-    const int64_t tiles_at_once = std::max<int64_t>(1, kRowBytes / (blocks_ * static_cast<int64_t>(sizeof(ActivationBlock))));
+    const int64_t tiles_at_once =
+        std::max<int64_t>(1, kRowBytes / (blocks_ * static_cast<int64_t>(sizeof(ActivationBlock))));
     std::vector<Task> tasks;
     for (size_t i = 0; i < spans_.size(); ++i) {
       const int64_t rows = spans_[i].end_row - spans_[i].first_row;
       const int64_t at_once = product_.inner * product_.columns * rows < kAlone ? panels : kPanelsAtOnce;
       for (int64_t tile = first_tiles_[i]; tile < first_tiles_[i + 1]; tile += tiles_at_once) {
         for (int64_t panel = 0; panel < panels; panel += at_once) {
-          tasks.push_back({tile, std::min(tile + tiles_at_once, first_tiles_[i + 1]), panel, std::min(panel + at_once, panels)});
+          tasks.push_back(
+              {tile, std::min(tile + tiles_at_once, first_tiles_[i + 1]), panel, std::min(panel + at_once, panels)});
         }
       }
     }

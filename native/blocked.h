@@ -32,8 +32,8 @@ namespace quire {
 enum class Format : uint8_t { kQ4_0, kQ4_1, kQ8_0, kQ4_K, kQ6_K };
 constexpr int kNumFormats = 5;
 
-constexpr int64_t kBlock = 32;         // weights
-constexpr int64_t kSuperBlock = 256;   // weights whose scales share one, of the K formats
+constexpr int64_t kBlock = 32;           // weights
+constexpr int64_t kSuperBlock = 256;     // weights whose scales share one, of the K formats
 constexpr int64_t kHalves = 2 * kPanel;  // bytes of one half for each column of a panel
 
 inline int64_t num_blocks(int64_t inner) { return ceil_div(inner, kBlock); }
@@ -53,7 +53,12 @@ inline PanelLayout panel_layout(Format format, int64_t inner) {
   at.scales = at.high + blocks * (format == Format::kQ6_K ? 2 : 0) * kLine;
   at.minima = at.scales + blocks * (format == Format::kQ4_K ? kPanel : kHalves);
   at.supers = at.minima + blocks * (!minima ? 0 : format == Format::kQ4_K ? kPanel : kHalves);
-  at.end = round_up(at.supers + super_blocks * (format == Format::kQ4_K ? 2 : format == Format::kQ6_K ? 1 : 0) * kHalves, kLine);
+  at.end = round_up(at.supers + super_blocks *
+                                    (format == Format::kQ4_K   ? 2
+                                     : format == Format::kQ6_K ? 1
+                                                               : 0) *
+                                    kHalves,
+                    kLine);
   return at;
 }
 
@@ -76,8 +81,8 @@ void grouped_blocked(Isa isa, const Product& product, const Groups& groups, cons
 
 // Columns of a matrix, as rows of bfloat16 or float32 [columns, inner]: those of an embedding, whose tokens are columns. One
 // that there is not becomes the last.
-void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, const int32_t* columns, int64_t count, void* out,
-                     bool out_float32, const Threads& threads);
+void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, const int32_t* columns, int64_t count,
+                     void* out, bool out_float32, const Threads& threads);
 
 // A tensor of a GGUF file, [rows, inner] in blocks of one format, to panels: column i is row rows[i] of the tensor. There
 // are columns in sixteens, but for the last.
@@ -98,7 +103,7 @@ constexpr int64_t kTileRows = 16;
 struct ActivationBlock {
   int8_t values[kTileRows][kBlock];
   float scale[kTileRows];
-  float sum[kTileRows];  // of the values, times their scale
+  float sum[kTileRows];                           // of the values, times their scale
   float low_sum[kTileRows], high_sum[kTileRows];  // of the first 16 and the others
 };
 

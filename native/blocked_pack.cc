@@ -34,7 +34,8 @@ struct Column {
   // Of eight lines of a block the i-th, which has its values 4 i to 4 i + 3, in four lines of low bits; and those above.
   void put_codes(int64_t block, int64_t line, uint32_t codes) const {
     put_line(block * 4 + line % 4, (codes & 15 * kEach) << (line < 4 ? 0 : 4));
-    if constexpr (kFormat == Format::kQ6_K) put_line(at.high / kLine + block * 2 + line / 4, (codes >> 4 & 3 * kEach) << (line % 4 * 2));
+    if constexpr (kFormat == Format::kQ6_K)
+      put_line(at.high / kLine + block * 2 + line / 4, (codes >> 4 & 3 * kEach) << (line % 4 * 2));
   }
   // To bits that are zero.
   void put_line(int64_t line, uint32_t bits) const {
@@ -42,7 +43,9 @@ struct Column {
     bits |= four(to);
     std::memcpy(to, &bits, sizeof(bits));
   }
-  void put_half(int64_t part, int64_t i, const uint8_t* half) const { std::memcpy(panel + part + i * kHalves + index * 2, half, 2); }
+  void put_half(int64_t part, int64_t i, const uint8_t* half) const {
+    std::memcpy(panel + part + i * kHalves + index * 2, half, 2);
+  }
   void put_byte(int64_t part, int64_t i, uint8_t byte) const { panel[part + i * kPanel + index] = byte; }
 };
 
@@ -73,7 +76,8 @@ QUIRE_INLINE void put_block(Column<Format::kQ4_K> to, int64_t super, const uint8
     const uint8_t minimum = i < 4 ? packed[i + 4] & 63 : packed[i + 4] >> 4 | packed[i] >> 6 << 4;
     to.put_byte(to.at.scales, block, scale);
     to.put_byte(to.at.minima, block, minimum);
-    for (int64_t line = 0; line < 8; ++line) to.put_codes(block, line, four(codes + i / 2 * kBlock + 4 * line) >> (i % 2 * 4));
+    for (int64_t line = 0; line < 8; ++line)
+      to.put_codes(block, line, four(codes + i / 2 * kBlock + 4 * line) >> (i % 2 * 4));
   }
 }
 
@@ -95,7 +99,8 @@ QUIRE_INLINE void put_block(Column<Format::kQ6_K> to, int64_t super, const uint8
 template <Format kFormat>
 void pack_columns(const StoredTensor& tensor, uint8_t* panels) {
   const PanelLayout at = panel_layout(kFormat, tensor.inner);
-  const int64_t row_bytes = stored_row_bytes(kFormat, tensor.inner), block_bytes = kStoredBytes[static_cast<int>(kFormat)];
+  const int64_t row_bytes = stored_row_bytes(kFormat, tensor.inner),
+                block_bytes = kStoredBytes[static_cast<int>(kFormat)];
   for (int64_t index = 0; index < num_panels(tensor.columns); ++index) {
     uint8_t* panel = panels + index * at.end;
     std::memset(panel, 0, at.end);
@@ -124,7 +129,8 @@ QUIRE_INLINE uint16_t to_half(float x) {
   const uint32_t sign = bits >> 16 & 0x8000;
   float magnitude = std::fabs(x);
   if (!(magnitude < 65520.0f)) return static_cast<uint16_t>(sign | (x != x ? 0x7e00 : 0x7c00));
-  if (magnitude < 0x1p-14f) return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
+  if (magnitude < 0x1p-14f)
+    return static_cast<uint16_t>(sign | static_cast<uint32_t>(std::nearbyint(magnitude * 0x1p24f)));
   std::memcpy(&bits, &magnitude, sizeof(bits));
   bits += 0xfff + (bits >> 13 & 1);
   return static_cast<uint16_t>(sign | ((bits >> 13) - (112 << 10)));
@@ -158,7 +164,8 @@ struct ConstColumn {
     if (format == Format::kQ8_0) return static_cast<float>(panel[(block * 8 + line) * kLine + at_byte] - 128);
     const int four = panel[(block * 4 + line % 4) * kLine + at_byte] >> (line < 4 ? 0 : 4) & 15;
     if (format != Format::kQ6_K) return static_cast<float>(format == Format::kQ4_0 ? four - 8 : four);
-    return static_cast<float>((four | (panel[at.high + (block * 2 + line / 4) * kLine + at_byte] >> (line % 4 * 2) & 3) << 4) - 32);
+    return static_cast<float>(
+        (four | (panel[at.high + (block * 2 + line / 4) * kLine + at_byte] >> (line % 4 * 2) & 3) << 4) - 32);
   }
   float weight(int64_t block, int64_t k) const {
     const int64_t super = block / (kSuperBlock / kBlock);
@@ -251,7 +258,8 @@ QUIRE_INLINE void put_codes(uint8_t* codes, int64_t block, Format format, const 
   }
 }
 
-QUIRE_INLINE void nearest_block(Format format, const PanelLayout& at, uint8_t* panel, int64_t block, Floats (&x)[kBlock]) {
+QUIRE_INLINE void nearest_block(Format format, const PanelLayout& at, uint8_t* panel, int64_t block,
+                                Floats (&x)[kBlock]) {
   if (format == Format::kQ8_0) {
     Floats largest = {}, sum = {};
     for (const Floats& value : x) {
@@ -261,7 +269,8 @@ QUIRE_INLINE void nearest_block(Format format, const PanelLayout& at, uint8_t* p
     const Halved scale = halved(largest * (1.0f / 127) + sum * 0.0f);
     std::memcpy(panel + at.scales + block * kHalves, scale.halves, kHalves);
     const Floats inverse = inverse_of(scale.values);
-    for (Floats& value : x) value = smaller(larger(rounded_to_whole(value * inverse), Floats{} - 127.0f), Floats{} + 127.0f) + 128.0f;
+    for (Floats& value : x)
+      value = smaller(larger(rounded_to_whole(value * inverse), Floats{} - 127.0f), Floats{} + 127.0f) + 128.0f;
   } else {
     const Line line = best_line(x);
     const Halved scale = halved(line.scale), minimum = halved(line.minimum);
@@ -284,7 +293,8 @@ QUIRE_INLINE void nearest_panel(const Matrix& matrix, Format format, int64_t ind
     Floats x[kBlock] = {};
     const int64_t length = std::min(kBlock, matrix.inner - block * kBlock);
     for (int64_t k = 0; k < length; ++k) {
-      for (int64_t i = 0; i < count; ++i) x[k][i] = to_float(from[(block * kBlock + k) * k_stride + (first + i) * n_stride]);
+      for (int64_t i = 0; i < count; ++i)
+        x[k][i] = to_float(from[(block * kBlock + k) * k_stride + (first + i) * n_stride]);
     }
     nearest_block(format, at, panel, block, x);
   }
@@ -323,14 +333,15 @@ int64_t stored_row_bytes(Format format, int64_t inner) {
 }
 
 void pack_stored(const StoredTensor& tensor, uint8_t* panels) {
-  constexpr void (*kPack[kNumFormats])(const StoredTensor&, uint8_t*) = {
-      pack_columns<Format::kQ4_0>, pack_columns<Format::kQ4_1>, pack_columns<Format::kQ8_0>, pack_columns<Format::kQ4_K>,
-      pack_columns<Format::kQ6_K>};
+  constexpr void (*kPack[kNumFormats])(const StoredTensor&,
+                                       uint8_t*) = {pack_columns<Format::kQ4_0>, pack_columns<Format::kQ4_1>,
+                                                    pack_columns<Format::kQ8_0>, pack_columns<Format::kQ4_K>,
+                                                    pack_columns<Format::kQ6_K>};
   kPack[static_cast<int>(tensor.format)](tensor, panels);
 }
 
-void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, const int32_t* columns, int64_t count, void* out,
-                     bool out_float32, const Threads& threads) {
+void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, const int32_t* columns, int64_t count,
+                     void* out, bool out_float32, const Threads& threads) {
   std::vector<int64_t> offsets;
   int64_t offset = 0;
   for (int64_t i = 0; i < panels; ++i) {
@@ -355,7 +366,8 @@ void look_up_blocked(const Blocked& weights, int64_t panels, int64_t inner, cons
 void pack_nearest(Isa isa, const Matrix& matrix, Format format, uint8_t* panels, const Threads& threads) {
   const int64_t panel_bytes = panel_layout(format, matrix.inner).end;
   const NearestPanel run = matrix.itemsize == 4 ? panel_function<float>(isa) : panel_function<Bf16>(isa);
-  threads.run(num_panels(matrix.columns), [&](int64_t index) { run(matrix, format, index, panels + index * panel_bytes); });
+  threads.run(num_panels(matrix.columns),
+              [&](int64_t index) { run(matrix, format, index, panels + index * panel_bytes); });
 }
 
 }  // namespace quire

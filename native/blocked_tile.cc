@@ -27,12 +27,18 @@ constexpr int64_t kWidth = 16;
 constexpr uint32_t in_each_byte(uint32_t byte) { return byte * 0x01010101u; }
 
 template <uint32_t kByte>
-inline I and_bytes(I x) { return x & in_each_byte(kByte); }
+inline I and_bytes(I x) {
+  return x & in_each_byte(kByte);
+}
 inline I or_bytes(I x, I y) { return x | y; }
 template <int kBits>
-inline I shift_right(I x) { return x >> kBits; }
+inline I shift_right(I x) {
+  return x >> kBits;
+}
 template <int kBits>
-inline I shift_left(I x) { return x << kBits; }
+inline I shift_left(I x) {
+  return x << kBits;
+}
 inline I load_bytes(const uint8_t* from) {
   I line;
   std::memcpy(&line, from, sizeof(line));
@@ -54,7 +60,8 @@ inline F load_halves(const uint8_t* from) {
   std::memcpy(&halves, from, sizeof(halves));
   const Words words = __builtin_convertvector(halves, Words), exponent = words >> 10 & 31u;
   const F small = __builtin_convertvector(reinterpret_cast<Ints>(words & 0x3ffu), Floats) * 0x1p-24f;
-  const Words shifted = ((words & 0x7fffu) << 13) + (reinterpret_cast<Words>(exponent == 31u) & (112u << 23)) + (112u << 23);
+  const Words shifted =
+      ((words & 0x7fffu) << 13) + (reinterpret_cast<Words>(exponent == 31u) & (112u << 23)) + (112u << 23);
   return as_floats((exponent == 0u ? as_words(small) : shifted) | (words & 0x8000u) << 16);
 }
 inline F load_unsigned(const uint8_t* from) {
@@ -84,12 +91,18 @@ using I = __m256i;
 constexpr int64_t kWidth = 8;
 
 template <uint32_t kByte>
-TARGET inline I and_bytes(I x) { return _mm256_and_si256(x, _mm256_set1_epi8(kByte)); }
+TARGET inline I and_bytes(I x) {
+  return _mm256_and_si256(x, _mm256_set1_epi8(kByte));
+}
 TARGET inline I or_bytes(I x, I y) { return _mm256_or_si256(x, y); }
 template <int kBits>
-TARGET inline I shift_right(I x) { return _mm256_srli_epi16(x, kBits); }
+TARGET inline I shift_right(I x) {
+  return _mm256_srli_epi16(x, kBits);
+}
 template <int kBits>
-TARGET inline I shift_left(I x) { return _mm256_slli_epi16(x, kBits); }
+TARGET inline I shift_left(I x) {
+  return _mm256_slli_epi16(x, kBits);
+}
 TARGET inline I load_bytes(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const I*>(from)); }
 TARGET inline I zeros() { return _mm256_setzero_si256(); }
 // Pairs of products of bytes are added in 16 bits, which pairs of 63 * 127 fit and those of 255 * 127 do not.
@@ -133,12 +146,18 @@ using I = __m512i;
 constexpr int64_t kWidth = 16;
 
 template <uint32_t kByte>
-TARGET inline I and_bytes(I x) { return _mm512_and_si512(x, _mm512_set1_epi8(kByte)); }
+TARGET inline I and_bytes(I x) {
+  return _mm512_and_si512(x, _mm512_set1_epi8(kByte));
+}
 TARGET inline I or_bytes(I x, I y) { return _mm512_or_si512(x, y); }
 template <int kBits>
-TARGET inline I shift_right(I x) { return _mm512_srli_epi16(x, kBits); }
+TARGET inline I shift_right(I x) {
+  return _mm512_srli_epi16(x, kBits);
+}
 template <int kBits>
-TARGET inline I shift_left(I x) { return _mm512_slli_epi16(x, kBits); }
+TARGET inline I shift_left(I x) {
+  return _mm512_slli_epi16(x, kBits);
+}
 TARGET inline I load_bytes(const uint8_t* from) { return _mm512_loadu_si512(from); }
 TARGET inline I zeros() { return _mm512_setzero_si512(); }
 template <bool kWide>

@@ -64,7 +64,8 @@ QUIRE_INLINE double total_of(Floats x) {
 }
 
 // exp((logit - peak) * inv_temperature) of each token, 0 where that is below 2^-126, and the sum of each tile.
-QUIRE_INLINE void weigh(const float* logits, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) {
+QUIRE_INLINE void weigh(const float* logits, int64_t vocab, float peak, float inv_temperature, float* weights,
+                        double* sums) {
   const float factor = inv_temperature * 1.44269504088896340736f;
   const Floats least = Floats{} - 126.0f;
   for (int64_t tile = 0; tile * kTile < vocab; ++tile) {
@@ -132,13 +133,14 @@ struct Passes {
   int64_t (*collect)(const float*, int64_t, float, float*);
 };
 
-#define QUIRE_PASSES(attributes, name)                                                                  \
-  attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { peaks_of(x, vocab, peaks); } \
-  attributes void weigh_##name(const float* x, int64_t vocab, float peak, float inv_temperature, float* weights, double* sums) { \
-    weigh(x, vocab, peak, inv_temperature, weights, sums);                                                      \
-  }                                                                                                     \
-  attributes int64_t keep_from_##name(float least, float* weights, int64_t vocab, double* sums) {       \
-    return keep_from(least, weights, vocab, sums);                                                      \
+#define QUIRE_PASSES(attributes, name)                                                                           \
+  attributes void find_peaks_##name(const float* x, int64_t vocab, float* peaks) { peaks_of(x, vocab, peaks); }  \
+  attributes void weigh_##name(const float* x, int64_t vocab, float peak, float inv_temperature, float* weights, \
+                               double* sums) {                                                                   \
+    weigh(x, vocab, peak, inv_temperature, weights, sums);                                                       \
+  }                                                                                                              \
+  attributes int64_t keep_from_##name(float least, float* weights, int64_t vocab, double* sums) {                \
+    return keep_from(least, weights, vocab, sums);                                                               \
   }
 
 QUIRE_PASSES(QUIRE_PLAIN, plain)

@@ -271,13 +271,16 @@ double run_grouped(Isa isa, bool narrow) {
   for (int8_t& value : whole) value = static_cast<int8_t>(pick(-127, 127));
   std::vector<float> scale(count * columns);
   for (float& s : scale) s = std::abs(std::normal_distribution<float>()(random_bits));
-  const auto panel_bytes = [&](int64_t size) { return quire::num_panels(columns) * quire::num_lines(inner, size) * quire::kLine; };
+  const auto panel_bytes = [&](int64_t size) {
+    return quire::num_panels(columns) * quire::num_lines(inner, size) * quire::kLine;
+  };
   std::unique_ptr<char[]> packed(new char[count * panel_bytes(itemsize)]), packed8(new char[count * panel_bytes(1)]);
   for (int64_t g = 0; g < count; ++g) {
     for (int64_t i = 0; counts[g] == 0 && i < inner * columns; ++i) weight.set(g * inner * columns + i, std::nanf(""));
     const char* from = weight.bytes.get() + g * inner * columns * itemsize;
     quire::pack({from, itemsize, inner, columns, false}, packed.get() + g * panel_bytes(itemsize), threads);
-    quire::pack({whole.data() + g * inner * columns, 1, inner, columns, false}, packed8.get() + g * panel_bytes(1), threads);
+    quire::pack({whole.data() + g * inner * columns, 1, inner, columns, false}, packed8.get() + g * panel_bytes(1),
+                threads);
   }
   const quire::Product product{rows, inner, columns, packed.get(), out.bytes.get(), !narrow};
   quire::grouped_float(isa, product, groups, x.bytes.get(), !narrow, threads);
@@ -358,7 +361,8 @@ double run_pointwise(Isa isa, bool narrow) {
       for (int64_t h = 0; h < half; ++h) {
         const double first = qkv.get(from + h), second = qkv.get(from + half + h);
         const bool turned = head <= group;
-        const double c = turned ? cos.get(i / kv_heads * half + h) : 1, s = turned ? sin.get(i / kv_heads * half + h) : 0;
+        const double c = turned ? cos.get(i / kv_heads * half + h) : 1,
+                     s = turned ? sin.get(i / kv_heads * half + h) : 0;
         compare(out.get(to + h), first * c - second * s);
         compare(out.get(to + half + h), second * c + first * s);
       }
@@ -371,7 +375,7 @@ double run_pointwise(Isa isa, bool narrow) {
 
 // driver [steps for each instruction set and type]
 int main(int argc, char** argv) {
-  const int steps = argc > 1 ? std::atoi(argv[1]) : 20;
+  const int steps = argc > 1 ? static_cast<int>(std::strtol(argv[1], nullptr, 10)) : 20;
   bool good = true;
   for (int i = 0; i < quire::kNumIsas; ++i) {
     const Isa isa = static_cast<Isa>(i);

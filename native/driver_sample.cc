@@ -76,7 +76,8 @@ struct Softmax {
 // Every other batch has what is out of range, and rows that are no numbers: of these all ids must exist.
 double run_sample(Isa isa) {
   const bool is_hostile = pick(0, 1);
-  const int64_t samples = pick(1, 4), vocab = pick(1, 700), words = quire::ceil_div(vocab, 32) - (is_hostile && vocab > 32);
+  const int64_t samples = pick(1, 4), vocab = pick(1, 700),
+                words = quire::ceil_div(vocab, 32) - (is_hostile && vocab > 32);
   const int64_t num_top = pick_of<int64_t>({1, 20, 20, 100});
   const int64_t page_size = pick(1, 5), pages = pick(1, 9), rows = pick(1, 3), pages_per_row = pick(1, 6), biases = 3;
   const auto ints = [](int64_t n, int64_t low, int64_t high) {
@@ -95,9 +96,12 @@ double run_sample(Isa isa) {
   for (float& logit : logits) logit = -static_cast<float>(pick(0, 40)) / pick(1, 3);
   for (int64_t i = 0; is_hostile && i < samples; ++i)
     logits[i * vocab + pick(0, vocab - 1)] = pick_of<float>({nan, infinity, -infinity});
-  const auto tokens = ints(pages * page_size, -1, vocab), table = ints(rows * pages_per_row, -1, pages);  // some are none
-  const auto position = ints(samples, is_hostile ? -9 : 0, pages_per_row * page_size + 2), prompt_len = ints(samples, 0, 9);
-  const auto row = ints(samples, -is_hostile, rows - 1 + is_hostile), target = ints(samples, -1, vocab - 1 + is_hostile);
+  const auto tokens = ints(pages * page_size, -1, vocab),
+             table = ints(rows * pages_per_row, -1, pages);  // some are none
+  const auto position = ints(samples, is_hostile ? -9 : 0, pages_per_row * page_size + 2),
+             prompt_len = ints(samples, 0, 9);
+  const auto row = ints(samples, -is_hostile, rows - 1 + is_hostile),
+             target = ints(samples, -1, vocab - 1 + is_hostile);
   const auto top_k = ints(samples, 0, is_hostile ? 9 : 0), index = ints(samples, 0, 3);
   const auto bias_ids = ints(samples * biases, -1, vocab);
   const auto temperature = floats(samples, {0, 1, 0.5}), top_p = floats(samples, {1, is_hostile ? 0.5f : 1});
@@ -125,12 +129,12 @@ double run_sample(Isa isa) {
   args.bias = bias.data(), args.has_mask = has_mask.get(), args.mask_words = words, args.mask = mask.data();
   args.token = token.data(), args.kept_mass = out.data() + 2 * samples;
   args.model = {out.data(), top_ids.data(), top_logprobs.data()};
-  args.processed = {out.data() + samples, top_ids.data() + samples * num_top,
-                    top_logprobs.data() + samples * num_top};
+  args.processed = {out.data() + samples, top_ids.data() + samples * num_top, top_logprobs.data() + samples * num_top};
   quire::sample(isa, args, {2, run_on_threads});
   const auto exists = [&](int32_t id) { return id >= 0 && id < vocab; };
   const auto is_drawn = [&](int32_t id) { return exists(id) || (is_hostile && id == quire::kNotFinite); };
-  if (!std::all_of(token.begin(), token.end(), is_drawn) || !std::all_of(top_ids.begin(), top_ids.end(), exists)) return 1;
+  if (!std::all_of(token.begin(), token.end(), is_drawn) || !std::all_of(top_ids.begin(), top_ids.end(), exists))
+    return 1;
   if (is_hostile) return 0;
 
   const auto is_close = [](double a, double b) { return a == b || std::abs(a - b) < 1e-4 * (1 + std::abs(b)); };

@@ -14,10 +14,10 @@ using namespace quire_ffi;
 
 ffi::Error attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, Ints positions,
                      Ints destinations, Ints page_table, Ints kv_lens, Ints cu_q_lens, ffi::AnyBuffer k_pages,
-                     ffi::AnyBuffer v_pages, Floats sinks, ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> new_k_pages,
-                     ffi::Result<ffi::AnyBuffer> new_v_pages, float scale, float soft_cap, int64_t window,
-                     std::string_view isa_name) {
-  const auto bad = [](std::string what) { return ffi::Error::InvalidArgument("quire_attention: " + what); };
+                     ffi::AnyBuffer v_pages, Floats sinks, ffi::Result<ffi::AnyBuffer> out,
+                     ffi::Result<ffi::AnyBuffer> new_k_pages, ffi::Result<ffi::AnyBuffer> new_v_pages, float scale,
+                     float soft_cap, int64_t window, std::string_view isa_name) {
+  const auto bad = [](const std::string& what) { return ffi::Error::InvalidArgument("quire_attention: " + what); };
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
 
@@ -108,8 +108,8 @@ ffi::Error pack(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result<ffi::An
 
 // The sizes of a product from its buffers, checked; the packed weights must fit both, and there must be one for each of
 // the groups, or one without any axis for it.
-ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& out, int64_t itemsize,
-                      quire::Product& product, const Ints* group_sizes = nullptr) {
+ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, const ffi::AnyBuffer& out,
+                      int64_t itemsize, quire::Product& product, const Ints* group_sizes = nullptr) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_linear: ") + what); };
   if (x.dimensions().size() != 2 || out.dimensions().size() != 2 || x.dimensions()[0] != out.dimensions()[0])
     return bad("x must be [rows, in] and the output [rows, out]");
@@ -118,10 +118,9 @@ ffi::Error product_of(const ffi::AnyBuffer& x, const ffi::AnyBuffer& panels, con
   product = {x.dimensions()[0],     x.dimensions()[1],  out.dimensions()[1],
              panels.untyped_data(), out.untyped_data(), out.element_type() == ffi::F32};
   const int64_t num_panels = quire::num_panels(product.columns), lines = quire::num_lines(product.inner, itemsize);
-  const bool fits =
-      group_sizes ? has_shape(panels, {static_cast<int64_t>(group_sizes->element_count()), num_panels, lines,
-                                       quire::kPanel, 4 / itemsize})
-                  : has_shape(panels, {num_panels, lines, quire::kPanel, 4 / itemsize});
+  const bool fits = group_sizes ? has_shape(panels, {static_cast<int64_t>(group_sizes->element_count()), num_panels,
+                                                     lines, quire::kPanel, 4 / itemsize})
+                                : has_shape(panels, {num_panels, lines, quire::kPanel, 4 / itemsize});
   if (panels.element_type() != (itemsize == 4 ? ffi::F32 : itemsize == 2 ? ffi::BF16 : ffi::S8) || !fits)
     return bad("the weights are not packed for this input and output");
   return ffi::Error::Success();
@@ -162,7 +161,8 @@ ffi::Error grouped(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer panels
     return ffi::Error::InvalidArgument("quire_grouped: x must be float32 or bfloat16");
   quire::Product product;
   quire::Groups groups;
-  if (ffi::Error error = product_of(x, panels, *out, float32 ? 4 : 2, product, &group_sizes); error.failure()) return error;
+  if (ffi::Error error = product_of(x, panels, *out, float32 ? 4 : 2, product, &group_sizes); error.failure())
+    return error;
   if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
   quire::grouped_float(isa, product, groups, x.untyped_data(), float32, threads_of(pool));
   return ffi::Error::Success();
@@ -185,8 +185,9 @@ ffi::Error grouped_int8(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer p
   return ffi::Error::Success();
 }
 
-ffi::Error grouped_mxfp4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::U8> scales,
-                         Ints group_sizes, ffi::Result<ffi::AnyBuffer> out, std::string_view isa_name) {
+ffi::Error grouped_mxfp4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> codes,
+                         ffi::Buffer<ffi::U8> scales, Ints group_sizes, ffi::Result<ffi::AnyBuffer> out,
+                         std::string_view isa_name) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_grouped: ") + what); };
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
@@ -195,7 +196,8 @@ ffi::Error grouped_mxfp4(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi
     return bad("x must be float32 or bfloat16, and the output of its type");
   if (x.dimensions().size() != 2 || out->dimensions().size() != 2 || x.dimensions()[0] != out->dimensions()[0])
     return bad("x must be [rows, in] and the output [rows, out]");
-  const quire::Product product{x.dimensions()[0], x.dimensions()[1], out->dimensions()[1], nullptr, out->untyped_data(), float32};
+  const quire::Product product{x.dimensions()[0], x.dimensions()[1],   out->dimensions()[1],
+                               nullptr,           out->untyped_data(), float32};
   quire::Groups groups;
   if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
   const int64_t num_panels = quire::num_panels(product.columns);
@@ -262,9 +264,8 @@ ffi::Error gate(ffi::ThreadPool pool, ffi::AnyBuffer gate_up, ffi::Result<ffi::A
   return ffi::Error::Success();
 }
 
-ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats sin,
-                  ffi::Result<ffi::AnyBuffer> q, ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v,
-                  std::string_view isa_name) {
+ffi::Error rotate(ffi::ThreadPool pool, ffi::AnyBuffer qkv, Floats cos, Floats sin, ffi::Result<ffi::AnyBuffer> q,
+                  ffi::Result<ffi::AnyBuffer> k, ffi::Result<ffi::AnyBuffer> v, std::string_view isa_name) {
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_rotate: ") + what); };
   quire::Isa isa;
   if (ffi::Error error = choose_isa(isa_name, isa); error.failure()) return error;
@@ -402,8 +403,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_rotate, rotate,
                                   .Ret<ffi::AnyBuffer>()  // v
                                   .Attr<std::string_view>("isa"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_allocate, [](ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); },
-                              ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());  // memory that nobody has written to
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    quire_allocate, [](ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); },
+    ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());  // memory that nobody has written to
 
 // The instruction set by its index, from the plainest on; null past the last, "" for one this machine does not have.
 extern "C" const char* quire_instruction_set(int index) {

@@ -49,9 +49,8 @@ inline void run_on_pool(ffi::ThreadPool& pool, int64_t num_threads, int64_t num_
 
 inline quire::Threads threads_of(ffi::ThreadPool& pool) {
   const int64_t count = std::max<int64_t>(pool.num_threads(), 1);
-  return {count, [&pool, count](int64_t n, const std::function<void(int64_t)>& task) {
-            run_on_pool(pool, count, n, task);
-          }};
+  return {count,
+          [&pool, count](int64_t n, const std::function<void(int64_t)>& task) { run_on_pool(pool, count, n, task); }};
 }
 
 inline ffi::Error choose_isa(std::string_view name, quire::Isa& isa) {

@@ -19,8 +19,8 @@ ffi::Error blocked_of(const ffi::AnyBuffer& x, const Bytes& panels, int64_t num_
       return bad("x and the output must be float32 or bfloat16");
   if (x.dimensions().size() != 2 || out.dimensions().size() != 2 || x.dimensions()[0] != out.dimensions()[0])
     return bad("x must be [rows, in] and the output [rows, out]");
-  product = {x.dimensions()[0], x.dimensions()[1], out.dimensions()[1], nullptr, out.untyped_data(),
-             out.element_type() == ffi::F32};
+  product = {x.dimensions()[0], x.dimensions()[1],  out.dimensions()[1],
+             nullptr,           out.untyped_data(), out.element_type() == ffi::F32};
   const int64_t num_panels = quire::num_panels(product.columns);
   const int64_t bytes =
       has_shape(formats, {num_panels}) ? quire::blocked_bytes(formats.typed_data(), num_panels, product.inner) : -1;
@@ -50,17 +50,21 @@ ffi::Error grouped_blocked(ffi::ThreadPool pool, ffi::AnyBuffer x, Bytes panels,
   quire::Blocked weights;
   quire::Groups groups;
   const auto num_experts = static_cast<int64_t>(group_sizes.element_count());
-  if (ffi::Error error = blocked_of(x, panels, num_experts, formats, *out, product, weights); error.failure()) return error;
+  if (ffi::Error error = blocked_of(x, panels, num_experts, formats, *out, product, weights); error.failure())
+    return error;
   if (ffi::Error error = groups_of(group_sizes, product.rows, groups); error.failure()) return error;
-  quire::grouped_blocked(isa, product, groups, weights, x.untyped_data(), x.element_type() == ffi::F32, threads_of(pool));
+  quire::grouped_blocked(isa, product, groups, weights, x.untyped_data(), x.element_type() == ffi::F32,
+                         threads_of(pool));
   return ffi::Error::Success();
 }
 
 ffi::Error look_up(ffi::ThreadPool pool, Bytes panels, Bytes formats, Ints rows, ffi::Result<ffi::AnyBuffer> out) {
   quire::Blocked weights;
   const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_look_up: ") + what); };
-  if (out->dimensions().size() != 2 || !has_shape(rows, {out->dimensions()[0]})) return bad("the output must be [rows, in]");
-  if (out->element_type() != ffi::F32 && out->element_type() != ffi::BF16) return bad("the output must be float32 or bfloat16");
+  if (out->dimensions().size() != 2 || !has_shape(rows, {out->dimensions()[0]}))
+    return bad("the output must be [rows, in]");
+  if (out->element_type() != ffi::F32 && out->element_type() != ffi::BF16)
+    return bad("the output must be float32 or bfloat16");
   const auto num_panels = static_cast<int64_t>(formats.element_count());
   const int64_t inner = out->dimensions()[1], bytes = quire::blocked_bytes(formats.typed_data(), num_panels, inner);
   if (bytes < 0 || static_cast<int64_t>(panels.element_count()) != bytes)
@@ -71,8 +75,11 @@ ffi::Error look_up(ffi::ThreadPool pool, Bytes panels, Bytes formats, Ints rows,
   return ffi::Error::Success();
 }
 
-ffi::Error pack_nearest(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result<Bytes> panels, bool transposed, int64_t format) {
-  const auto bad = [](const char* what) { return ffi::Error::InvalidArgument(std::string("quire_pack_nearest: ") + what); };
+ffi::Error pack_nearest(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result<Bytes> panels, bool transposed,
+                        int64_t format) {
+  const auto bad = [](const char* what) {
+    return ffi::Error::InvalidArgument(std::string("quire_pack_nearest: ") + what);
+  };
   const auto type = matrix.element_type();
   if (type != ffi::F32 && type != ffi::BF16) return bad("the matrix must be float32 or bfloat16");
   const auto dims = matrix.dimensions();
@@ -88,8 +95,8 @@ ffi::Error pack_nearest(ffi::ThreadPool pool, ffi::AnyBuffer matrix, ffi::Result
     return bad("the panels have not the size that the format, input and output make");
   for (int64_t i = 0; i < num_experts; ++i) {
     const char* from = static_cast<const char*>(matrix.untyped_data()) + i * inner * columns * itemsize;
-    quire::pack_nearest(quire::best_isa(), {from, itemsize, inner, columns, transposed}, static_cast<quire::Format>(code),
-                        panels->typed_data() + i * bytes, threads_of(pool));
+    quire::pack_nearest(quire::best_isa(), {from, itemsize, inner, columns, transposed},
+                        static_cast<quire::Format>(code), panels->typed_data() + i * bytes, threads_of(pool));
   }
   return ffi::Error::Success();
 }
@@ -120,9 +127,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_grouped_blocked, grouped_blocked,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_look_up_blocked, look_up,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<Bytes>()            // panels
-                                  .Arg<Bytes>()            // format of each
-                                  .Arg<Ints>()             // columns
+                                  .Arg<Bytes>()             // panels
+                                  .Arg<Bytes>()             // format of each
+                                  .Arg<Ints>()              // columns
                                   .Ret<ffi::AnyBuffer>());  // those columns, as rows
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(quire_pack_nearest, pack_nearest,

@@ -28,9 +28,10 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
   if (top_id->dimensions().size() != 3 || top_id->dimensions()[2] < 1) return bad("top_id must be [S, 1, X]");
   const int64_t num_top = top_id->dimensions()[2], tops = samples * num_top;
   bool fits = has_shape(seed, {samples, 2});
-  for (const Ints* one : {&position, &top_k, &index, &target, &row, &prompt_len}) fits = fits && has_shape(*one, {samples});
-  for (const Floats* one : {&temperature, &top_p, &min_p, &top_n_sigma, &repetition_penalty, &presence_penalty,
-                            &frequency_penalty})
+  for (const Ints* one : {&position, &top_k, &index, &target, &row, &prompt_len})
+    fits = fits && has_shape(*one, {samples});
+  for (const Floats* one :
+       {&temperature, &top_p, &min_p, &top_n_sigma, &repetition_penalty, &presence_penalty, &frequency_penalty})
     fits = fits && has_shape(*one, {samples});
   for (const Bools* one : {&want_logprobs, &want_top, &has_mask}) fits = fits && has_shape(*one, {samples});
   if (!fits) return bad("the seed must be [S, 2], and all but biases and mask [S]");
@@ -81,7 +82,8 @@ ffi::Error sample(ffi::ThreadPool pool, Floats logits, Ints tokens, Ints page_ta
   args.mask = mask.typed_data();
   args.token = token->typed_data();
   args.model = {logprob->typed_data(), top_id->typed_data(), top_logprob->typed_data()};
-  args.processed = {processed_logprob->typed_data(), processed_top_id->typed_data(), processed_top_logprob->typed_data()};
+  args.processed = {processed_logprob->typed_data(), processed_top_id->typed_data(),
+                    processed_top_logprob->typed_data()};
   args.kept_mass = kept_mass->typed_data();
   quire::sample(isa, args, threads_of(pool));
   return ffi::Error::Success();

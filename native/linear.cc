@@ -63,7 +63,8 @@ struct Part {
   ExpandPanels expand;
   int64_t rows_at_once, panels_at_once, row_tasks, panel_tasks;
 
-  Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr) : run(run), whole(piece), expand(expand) {
+  Part(RunPiece run, const ProductPiece& piece, ExpandPanels expand = nullptr)
+      : run(run), whole(piece), expand(expand) {
     const int64_t panels = num_panels(piece.product->columns), num_rows = piece.end_row - piece.first_row;
     const int64_t at_once = has_tiles(run) ? 32 : 12, most = std::max<int64_t>(64, kRowBytes / piece.x_stride);
     rows_at_once = round_up(ceil_div(num_rows, ceil_div(num_rows, most)), at_once);
@@ -101,6 +102,7 @@ void run_expanded(const Part& part, ProductPiece piece) {
 
 void run_parts(const std::vector<Part>& parts, const Threads& threads) {
   std::vector<int64_t> ends;  // of each part's tasks
+  ends.reserve(parts.size());
   for (const Part& part : parts) ends.push_back((ends.empty() ? 0 : ends.back()) + part.num_tasks());
   if (ends.empty()) return;
   const auto part_of = [&](int64_t task) { return std::upper_bound(ends.begin(), ends.end(), task) - ends.begin(); };
@@ -146,7 +148,8 @@ class FloatRows {
         char* to = copy_.data() + row * stride();
         const int64_t bytes = inner * (widen_ ? sizeof(float) : itemsize_);
         if (widen_) {
-          for (int64_t i = 0; i < inner; ++i) reinterpret_cast<float*>(to)[i] = to_float(reinterpret_cast<const Bf16*>(from)[i]);
+          for (int64_t i = 0; i < inner; ++i)
+            reinterpret_cast<float*>(to)[i] = to_float(reinterpret_cast<const Bf16*>(from)[i]);
         } else {
           std::memcpy(to, from, bytes);
         }
@@ -180,7 +183,8 @@ class Int8Rows {
       : padded_(padded_inner(product.inner, sizeof(int8_t))),
         values_(kTerms * rows * padded_),
         scales_(kTerms * rows * sizeof(float)) {
-    const Activations activations{x, x_float32, product.inner, padded_, reinterpret_cast<int8_t*>(values_.data()), scale()};
+    const Activations activations{x,      x_float32, product.inner, padded_, reinterpret_cast<int8_t*>(values_.data()),
+                                  scale()};
     const int64_t rows_at_once = std::max<int64_t>(1, kValuesAtOnce / padded_);
     threads.run(ceil_div(rows, rows_at_once), [&](int64_t task) {
       quantize(isa, activations, task * rows_at_once, std::min(rows, (task + 1) * rows_at_once));
@@ -188,7 +192,8 @@ class Int8Rows {
   }
 
   ProductPiece piece(const Product& product, const float* column_scale) const {
-    return {values_.data(), padded_, padded_ / 4, 0, kTerms * product.rows, 0, 0, nullptr, nullptr, &product, scale(), column_scale};
+    return {values_.data(), padded_, padded_ / 4, 0,       kTerms * product.rows, 0, 0,
+            nullptr,        nullptr, &product,    scale(), column_scale};
   }
 
  private:
@@ -284,7 +289,8 @@ void pack(const Matrix& matrix, void* packed, const Threads& threads) {
 }
 
 int32_t rows_in_use(const void* x, bool float32, int64_t rows, int64_t inner) {
-  return float32 ? used_rows(static_cast<const uint32_t*>(x), rows, inner) : used_rows(static_cast<const uint16_t*>(x), rows, inner);
+  return float32 ? used_rows(static_cast<const uint32_t*>(x), rows, inner)
+                 : used_rows(static_cast<const uint16_t*>(x), rows, inner);
 }
 
 void clear_behind(const Product& product, int64_t first_row) {

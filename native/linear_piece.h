@@ -22,15 +22,15 @@ struct ProductPiece {
   int64_t first_panel, end_panel;
   const char *next, *next_end;  // the panels of the piece that this thread has next; equal if none
   const Product* product;
-  const float* row_scale;     // int8 only
-  const float* column_scale;  // int8 only
+  const float* row_scale;                             // int8 only
+  const float* column_scale;                          // int8 only
   const uint8_t *codes = nullptr, *scales = nullptr;  // MXFP4 only, of this group
-  int64_t panels_before = 0;  // in the product, of the first that is in memory
+  int64_t panels_before = 0;                          // in the product, of the first that is in memory
 
-  const char* panel(int64_t i) const { return static_cast<const char*>(product->packed) + (i - panels_before) * lines * kLine; }
-  int64_t columns_of(int64_t panel_index) const {
-    return std::min(kPanel, product->columns - panel_index * kPanel);
+  const char* panel(int64_t i) const {
+    return static_cast<const char*>(product->packed) + (i - panels_before) * lines * kLine;
   }
+  int64_t columns_of(int64_t panel_index) const { return std::min(kPanel, product->columns - panel_index * kPanel); }
 };
 
 QUIRE_INLINE void store_row(const ProductPiece& piece, int64_t row, int64_t panel, const float* values) {

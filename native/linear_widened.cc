@@ -73,8 +73,8 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
     for (int byte = 0; byte < 4; ++byte) {
       const Ints values = (fours << (24 - 8 * byte)) >> 24;
       for (int r = 0; r < kRows; ++r) {
-        sums[r] += values * static_cast<int32_t>(
-            static_cast<int8_t>(piece.x[(row + r) * piece.x_stride + line * 4 + byte]));
+        sums[r] +=
+            values * static_cast<int32_t>(static_cast<int8_t>(piece.x[(row + r) * piece.x_stride + line * 4 + byte]));
       }
     }
   }
@@ -82,8 +82,8 @@ QUIRE_INLINE void widened_int8_rows(const ProductPiece& piece, int64_t row, int6
     float values[kPanel] = {};
     for (int64_t i = 0; i < piece.columns_of(panel); ++i) {
       for (int t = r; t < r + kTerms; ++t) {
-        values[i] += static_cast<float>(sums[t][i]) *
-                     (piece.row_scale[row + t] * piece.column_scale[panel * kPanel + i]);
+        values[i] +=
+            static_cast<float>(sums[t][i]) * (piece.row_scale[row + t] * piece.column_scale[panel * kPanel + i]);
       }
     }
     store_row(piece, (row + r) / kTerms, panel, values);
@@ -116,15 +116,15 @@ QUIRE_INLINE void float_panels(const ProductPiece& piece, int64_t panel) {
 template <int kItemsize, int kWidth, int kMostRows, int kPanels>
 QUIRE_INLINE void widened(const ProductPiece& piece) {
   int64_t panel = piece.first_panel;
-  for (; panel + kPanels <= piece.end_panel; panel += kPanels) float_panels<kItemsize, kWidth, kMostRows, kPanels>(piece, panel);
+  for (; panel + kPanels <= piece.end_panel; panel += kPanels)
+    float_panels<kItemsize, kWidth, kMostRows, kPanels>(piece, panel);
   for (; panel < piece.end_panel; ++panel) float_panels<kItemsize, kWidth, kMostRows, 1>(piece, panel);
 }
 
 QUIRE_INLINE void widened_int8(const ProductPiece& piece) {
   for (int64_t panel = piece.first_panel; panel < piece.end_panel; ++panel) {
-    each_tile<4, kTerms>(piece, [&](auto rows, int64_t row) __attribute__((always_inline)) {
-      widened_int8_rows<rows>(piece, row, panel);
-    });
+    each_tile<4, kTerms>(piece, [&](auto rows, int64_t row)
+                                    __attribute__((always_inline)) { widened_int8_rows<rows>(piece, row, panel); });
   }
 }
 

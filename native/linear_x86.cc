@@ -121,7 +121,8 @@ QUIRE_DOT_INT8 void dot_int8_tile(const ProductPiece& piece, int64_t row, int64_
     if constexpr (kFirst) excess[p] = comes_off[p];
 #pragma GCC unroll 3
     for (int r = 0; r < kRows; r += kTerms) {
-      const __m512i first = _mm512_sub_epi32(sums[r][p], excess[p]), second = _mm512_sub_epi32(sums[r + 1][p], excess[p]);
+      const __m512i first = _mm512_sub_epi32(sums[r][p], excess[p]),
+                    second = _mm512_sub_epi32(sums[r + 1][p], excess[p]);
       store_16(piece, (row + r) / kTerms, panel + p, both_terms(piece, row + r, panel + p, first, second));
     }
   }
@@ -186,8 +187,8 @@ QUIRE_AMX void configure_tiles(int64_t rows) {
 
 // Row by row: the panels of a row are neighbours in memory. Whole pairs of them, as bfloat16, are one line.
 template <bool kInt8, int kPanels>
-QUIRE_AMX QUIRE_INLINE void store_tiles(const ProductPiece& piece, int64_t row, int64_t rows, int64_t panel, const char* sums,
-                                        int64_t stride) {
+QUIRE_AMX QUIRE_INLINE void store_tiles(const ProductPiece& piece, int64_t row, int64_t rows, int64_t panel,
+                                        const char* sums, int64_t stride) {
   const Product& product = *piece.product;
   const bool whole = (panel + kPanels) * kPanel <= product.columns && !product.out_float32;
   constexpr int64_t kStep = kInt8 ? kTerms : 1;

@@ -41,9 +41,8 @@ template <class T>
 QUIRE_INLINE void gate_row(const Gate& args, int64_t row) {
   const T* gate = static_cast<const T*>(args.gate_up) + row * 2 * args.width;
   T* out = static_cast<T*>(args.out) + row * args.width;
-  sweep(args.width, [&](int64_t i, int64_t n) {
-    store(out + i, silu(load(gate + i, n)) * load(gate + args.width + i, n), n);
-  });
+  sweep(args.width,
+        [&](int64_t i, int64_t n) { store(out + i, silu(load(gate + i, n)) * load(gate + args.width + i, n), n); });
 }
 
 template <class T>
@@ -70,10 +69,10 @@ QUIRE_INLINE void rotate_row(const Rotate& args, int64_t token) {
 
 // -- the same for each instruction set ------------------------------------------------------------------------------
 
-#define QUIRE_ROWS(attributes, name)                                                          \
+#define QUIRE_ROWS(attributes, name)                                                               \
   template <class Args, void (*kFloat)(const Args&, int64_t), void (*kBf16)(const Args&, int64_t)> \
-  attributes void name(const Args& args, int64_t begin, int64_t end) {                        \
-    for (int64_t row = begin; row < end; ++row) args.bf16 ? kBf16(args, row) : kFloat(args, row); \
+  attributes void name(const Args& args, int64_t begin, int64_t end) {                             \
+    for (int64_t row = begin; row < end; ++row) args.bf16 ? kBf16(args, row) : kFloat(args, row);  \
   }
 
 #if QUIRE_X86
@@ -97,9 +96,7 @@ void run(Isa isa, const Args& args, int64_t rows, int64_t values_a_row, const Th
   const int64_t at_once = std::max<int64_t>(1, kValuesAtOnce / values_a_row);
   const int64_t num_tasks = (rows + at_once - 1) / at_once;
   if (num_tasks < 2) return run_rows(args, 0, rows);
-  threads.run(num_tasks, [&](int64_t task) {
-    run_rows(args, task * at_once, std::min(rows, (task + 1) * at_once));
-  });
+  threads.run(num_tasks, [&](int64_t task) { run_rows(args, task * at_once, std::min(rows, (task + 1) * at_once)); });
 }
 
 }  // namespace

@@ -34,9 +34,9 @@ void gate(Isa isa, const Gate& args, const Threads& threads);
 struct Rotate {
   bool bf16;
   int64_t tokens, kv_heads, group, head_dim;
-  const void* qkv;           // [tokens, kv_heads, group + 2, head_dim]: queries, key, value of each KV head
-  const float *cos, *sin;    // [tokens, head_dim / 2]
-  void *q, *k, *v;           // [tokens, heads, head_dim]
+  const void* qkv;         // [tokens, kv_heads, group + 2, head_dim]: queries, key, value of each KV head
+  const float *cos, *sin;  // [tokens, head_dim / 2]
+  void *q, *k, *v;         // [tokens, heads, head_dim]
 };
 
 void rotate(Isa isa, const Rotate& args, const Threads& threads);

@@ -102,7 +102,8 @@ QUIRE_INLINE void quantize_blocks(const Value* x, int64_t rows, int64_t inner, A
   }
 }
 
-QUIRE_INLINE void quantize_rows_of_tile(const void* x, bool float32, int64_t rows, int64_t inner, ActivationBlock* blocks) {
+QUIRE_INLINE void quantize_rows_of_tile(const void* x, bool float32, int64_t rows, int64_t inner,
+                                        ActivationBlock* blocks) {
   if (float32) {
     quantize_blocks(static_cast<const float*>(x), rows, inner, blocks);
   } else {

@@ -105,12 +105,14 @@ struct Passes {
   int64_t (*rank)(const float*, int64_t, int64_t, float);
 };
 
-#define QUIRE_PASSES(attributes, name)                                                                            \
-  attributes void mask_##name(float* x, int64_t vocab, const uint32_t* bits, int64_t words) { mask(x, vocab, bits, words); } \
-  attributes float deviation_##name(const float* x, int64_t vocab) { return deviation(x, vocab); }                \
-  attributes void cut_below_##name(float* x, int64_t vocab, float lowest) { cut_below(x, vocab, lowest); }        \
-  attributes int64_t rank_##name(const float* x, int64_t vocab, int64_t token, float inv_temperature) {           \
-    return rank(x, vocab, token, inv_temperature);                                                                \
+#define QUIRE_PASSES(attributes, name)                                                                     \
+  attributes void mask_##name(float* x, int64_t vocab, const uint32_t* bits, int64_t words) {              \
+    mask(x, vocab, bits, words);                                                                           \
+  }                                                                                                        \
+  attributes float deviation_##name(const float* x, int64_t vocab) { return deviation(x, vocab); }         \
+  attributes void cut_below_##name(float* x, int64_t vocab, float lowest) { cut_below(x, vocab, lowest); } \
+  attributes int64_t rank_##name(const float* x, int64_t vocab, int64_t token, float inv_temperature) {    \
+    return rank(x, vocab, token, inv_temperature);                                                         \
   }
 
 QUIRE_PASSES(QUIRE_PLAIN, plain)

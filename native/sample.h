@@ -14,14 +14,14 @@ constexpr int32_t kNotFinite = -2;  // instead of a token, where a logit is NaN 
 
 // Log-probabilities of one kind: of the model's own distribution, or of what was drawn from.
 struct Scores {
-  float* logprob;       // of the token
-  int32_t* top_id;      // [samples, num_top], the likeliest first
-  float* top_logprob;   // the same
+  float* logprob;      // of the token
+  int32_t* top_id;     // [samples, num_top], the likeliest first
+  float* top_logprob;  // the same
 };
 
 struct Sample {
   int64_t num_samples, vocab;
-  int64_t num_top;  // alternatives beside a token, at least 1
+  int64_t num_top;      // alternatives beside a token, at least 1
   const float* logits;  // [samples, vocab]
 
   // What rows have seen: token ids in pages, and the pages of each row.
