@@ -27,7 +27,7 @@ PAGE_BYTES = 16 * (2 * 2 * 2 * 8 * 4 + 4)
 
 
 def pages(budget: int, **knobs) -> int:
-    config = engine_config(dtype="float32", page_size=16, max_num_batched_tokens=4096, **knobs)
+    config = engine_config(dtype="float32", page_size=16, max_num_batched_tokens=4096, memory_budget=budget, **knobs)
     (count,) = pool_pages(config, MODEL.max_len, page_bytes=[PAGE_BYTES], budget=budget)
     return count
 

@@ -212,7 +212,7 @@ def test_a_client_of_http_1_0_gets_the_length_of_a_large_response():
 
 
 def test_a_slow_reader_makes_the_server_hold_what_choices_share_once():
-    body = body_of(3000, 128)
+    body = body_of(3000, 76)
     request = completion(body)
 
     async def talk(client: Client) -> None:
@@ -247,7 +247,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_response_is_noticed():
         while not counts:
             await asyncio.sleep(0.01)
 
-    asyncio.run(with_client(talk, completion(body_of(3000, 100)), counts=counts))
+    asyncio.run(with_client(talk, completion(body_of(3000, 76)), counts=counts))
     ((_, route, status, reason, _),) = counts
     assert (route, status, reason) == ("/v1/completions", "200", "cancelled")
 

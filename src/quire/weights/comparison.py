@@ -132,7 +132,8 @@ def _own(forward: Forward, tokens_BW: np.ndarray, config: ModelConfig) -> np.nda
 
 def _score(config: ModelConfig, tokens_BW: jax.Array, params: Any) -> jax.Array:
     """The log-probabilities by the engine's weights, computed in float32."""
-    return logprobs(params, tokens_BW, config, dtype="float32")
+    exact = jax.tree.map(lambda array: array.astype(jnp.float32), params)
+    return logprobs(exact, tokens_BW, config, dtype="float32")
 
 
 def _transposed(
