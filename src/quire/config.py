@@ -174,8 +174,11 @@ class EngineConfig:
         for name in ("prefix_cache", "debug", "deterministic", "log_timing", "fail_on_compile"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.record is not None and not isinstance(self.record, str):
+        if self.record is not None and (not isinstance(self.record, str) or not self.record):
             raise FieldError(f"record={self.record!r} must be the path of a new file, as a string", field="record")
+        for name in ("compile_cache", "group_key_file"):
+            if not isinstance(getattr(self, name), str | PathLike | None):
+                raise FieldError(f"{name}={getattr(self, name)!r} must be a path, as a string", field=name)
         if self.record is not None and self.num_engines > 1:
             message = f"record={self.record!r} is the file of one engine and mesh={self.mesh!r} has {self.num_engines}"
             raise FieldError(f"{message}: leave one of the two out", field="record")
@@ -429,7 +432,9 @@ class AttentionConfig:
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name), 1e6)
 
-    def _check_rotary(self, rotary: RotaryConfig) -> None:
+    def _check_rotary(self, rotary: Any) -> None:
+        if not isinstance(rotary, RotaryConfig):
+            raise FieldError(f"rotary={rotary!r} must be a RotaryConfig, or None for none", field="rotary")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} is odd; rotary embeddings turn pairs")
         dims = self.head_dim if rotary.dims is None else rotary.dims
@@ -526,6 +531,8 @@ class ModelConfig:
             _positive(name, getattr(self, name), 1e6)
         if self.logits_soft_cap is not None:
             _positive("logits_soft_cap", self.logits_soft_cap, 1e6)
+        if not isinstance(self.eos_ids, tuple | list):
+            raise FieldError(f"eos_ids={self.eos_ids!r} must be a tuple of token ids", field="eos_ids")
         if len(self.eos_ids) > MAX_EOS_IDS:
             raise ValueError(f"eos_ids has {len(self.eos_ids)} ids, at most {MAX_EOS_IDS} are allowed")
         for token_id in self.eos_ids:
@@ -590,6 +597,18 @@ def check_whole(name: str, value: Any, low: int, high: int, *, field: str | None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         message = f"{name}={value!r} must be a whole number from {low:,} to {high:,}{otherwise}"
         raise FieldError(message, field=field or name)
+
+
+def check_above_zero(name: str, value: Any) -> None:
+    """Raise FieldError unless the value is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise FieldError(f"{name}={value!r} must be a number above 0", field=name)
+
+
+def check_seconds(name: str, value: Any) -> None:
+    """Raise FieldError unless the value is a number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise FieldError(f"{name}={value!r} must be a number of seconds, or None for no limit", field=name)
 
 
 def _dtype_name(dtype: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, Unpack, overload
 
@@ -81,7 +82,7 @@ class LLM:
         axis, `model`. By default it runs on one. `chat_template` is a file with a Jinja template to use instead of the
         model's own.
         """
-        template = None if chat_template is None else read_chat_template(Path(chat_template))
+        template = None if chat_template is None else _read_template(chat_template)
         config = _config(mesh, knobs)
         devices = _devices(mesh) if config.num_processes == 1 else None
         path = find_model(model, revision, quiet=quiet)
@@ -122,6 +123,12 @@ class LLM:
         `params` is a tree as in docs/weights.md, or maps Hugging Face names to arrays. Both are cast to `dtype`, which
         is bfloat16 by default, whatever type they have.
         """
+        if not isinstance(model_config, ModelConfig):
+            kind = type(model_config).__name__
+            message = (
+                f"model_config is of type {kind}: give a ModelConfig, as ModelConfig.from_folder(folder) reads one"
+            )
+            raise FieldError(message, field="model_config")
         is_named = has_tensor_names(params)
         _check_given(params, tokenizer, is_named)
         config = _config(mesh, knobs)
@@ -146,6 +153,8 @@ class LLM:
     @classmethod
     def from_engine(cls, engine: Engine, *, quiet: bool = False) -> "LLM":
         """Generate with an engine that is there already; `close` closes it."""
+        if not isinstance(engine, Engine):
+            raise FieldError(f"engine={engine!r} must be an Engine; LLM(model) opens a model", field="engine")
         llm = cls.__new__(cls)
         llm._engine, llm._quiet, llm._default_params = engine, quiet, SamplingParams()
         return llm
@@ -406,6 +415,8 @@ class LLM:
         if isinstance(messages, str | Mapping):
             kind = "a string" if isinstance(messages, str) else "one message"
             raise ValueError(f'messages is {kind}: give messages, such as [{{"role": "user", "content": "Hello"}}]')
+        if not isinstance(messages, Sequence):
+            raise ValueError(f"messages={messages!r} must be a list of messages, or a list of such lists")
         is_one = isinstance(messages[0], Mapping)
         how = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
         if stream:
@@ -481,6 +492,7 @@ class LLM:
         cache_salt: str = "",
         progress: bool = False,
     ) -> list[Scores]: ...
+    @refuse_unknown_arguments
     def score_drawn(
         self,
         token_ids: Sequence[Any],
@@ -505,6 +517,8 @@ class LLM:
     def _score(
         self, token_ids: Sequence[Any], params: SamplingParams, start: int | Sequence[int], **how: Any
     ) -> Scores | list[Scores]:
+        if not isinstance(token_ids, Sized):
+            raise ValueError(f"token_ids={token_ids!r} must be a list of token ids, or a list of such lists")
         is_one = len(token_ids) == 0 or is_one_prompt(plain(token_ids))
         prompts = [token_ids] if is_one else token_ids
         starts = plain(start)
@@ -517,6 +531,7 @@ class LLM:
         scores = [Scores.of(output.prompt_logprobs or (), params.logprobs or 0) for output in outputs]
         return scores[0] if is_one else scores
 
+    @refuse_unknown_arguments
     def embed(
         self,
         prompts: Prompt | Iterable[Prompt],
@@ -662,6 +677,13 @@ def _check_given(params: Mapping[str, Any], tokenizer: Any, is_named: bool) -> N
             "quire.checkpoint.tokenizer_files.tokenizer_from_folder(Path(folder))"
         )
         raise FieldError(message, field="tokenizer")
+
+
+def _read_template(path: Any) -> ChatTemplateFile:
+    if not isinstance(path, str | PathLike):
+        message = f"chat_template={path!r} must be the path of a file with a Jinja template"
+        raise FieldError(message, field="chat_template")
+    return read_chat_template(Path(path))
 
 
 def _with_template(tokenizer: Tokenizer | None, template: ChatTemplateFile) -> Tokenizer:

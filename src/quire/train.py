@@ -7,6 +7,7 @@ plain JAX, computed layer by layer: of the forward only the layers' inputs are k
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from quire.config import DEFAULT_DTYPE, MAX_DIMENSION, AttentionConfig, ModelConfig, check_whole
+from quire.config import DEFAULT_DTYPE, DTYPES, MAX_DIMENSION, AttentionConfig, ModelConfig, check_whole
 from quire.device import kv_cache
 from quire.device.attention import choose_backend, get_backend
 from quire.device.inputs import BatchLayout
@@ -24,7 +25,7 @@ from quire.device.linear import MatmulKind, choose_kind, convert_in_jit
 from quire.device.mesh import ArraySpec, make_mesh
 from quire.device.models import get_architecture
 from quire.device.models.layers import ModelStatics, Params, decoder, unembed
-from quire.device.models.tensors import dtype_name
+from quire.device.models.tensors import dtype_name, has_tensor_names
 from quire.device.models.weights import check_dtype, weight_specs
 from quire.device.pointwise import rounded, soft_cap
 from quire.device.sampler import token_logprobs
@@ -62,6 +63,16 @@ def logprobs(
     In bfloat16 on one CPU device these are bit for bit the log-probabilities that an engine reports which is not
     quantised (docs/training.md).
     """
+    if not isinstance(config, ModelConfig) or not isinstance(params, Mapping):
+        kinds = f"params is of type {type(params).__name__} and config of type {type(config).__name__}"
+        raise ValueError(f"{kinds}: give logprobs(params, tokens, config), a dict, an array and a ModelConfig")
+    if has_tensor_names(params):
+        raise ValueError("params has Hugging Face names: make it a tree with quire.weights.from_huggingface")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if not hasattr(tokens, "ndim") or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        kind = getattr(tokens, "dtype", type(tokens).__name__)
+        raise ValueError(f"tokens is of type {kind}: give an array of whole numbers, [rows, length]")
     if tokens.ndim != 2 or (mask is not None and mask.shape != tokens.shape):
         shapes = f"tokens {tokens.shape}" + ("" if mask is None else f", mask {mask.shape}")
         raise ValueError(f"{shapes}: tokens are [rows, length], and mask has their shape")

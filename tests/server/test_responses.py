@@ -417,7 +417,7 @@ def test_text_before_calls_is_an_item_of_its_own(client, parallel, stream):
         ({"input": [{"type": "reasoning", "summary": []}]}, "input", "send a message"),
         ({"input": []}, "input", ">= 1"),
         ({"input": "x" * 50_000}, "input", "max_model_len"),
-        ({"max_output_tokens": 0}, "max_tokens", "1 or more"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "1 or more"),
         ({"n": 2}, "n", "2 times"),
         ({"max_tokens": 2}, "max_tokens", "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "f", "schema": {"type": 3}}}},

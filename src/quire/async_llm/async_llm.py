@@ -31,7 +31,7 @@ from quire.async_llm.open_streams import CHECK_EVERY_S, OpenStreams
 from quire.async_llm.origin import Origin
 from quire.async_llm.stream import Stream
 from quire.async_llm.text_stream import TextStream
-from quire.config import EngineConfig, EngineKnobs, ModelConfig, check_whole
+from quire.config import EngineConfig, EngineKnobs, ModelConfig, check_seconds, check_whole
 from quire.core.errors import RequestError
 from quire.core.request import Request
 from quire.core.sampling_params import SamplingParams
@@ -108,6 +108,8 @@ class AsyncLLM:
         Several functions make as many engines of one model, which share the requests. `admission` bounds what waits, by
         requests and by tokens; `observers` are told of tokens, ends and steps.
         """
+        if not open_llms:
+            raise ValueError("from_factory needs a function that returns an LLM, or several of them")
         llm = cls.__new__(cls)
         llm._set_up(open_llms, admission or Admission(), observers)
         return llm
@@ -457,6 +459,8 @@ class AsyncLLM:
 
         `grammar` is what `Engine.compile_grammar` made of their `params.structured`; without it, it is compiled here.
         """
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
         return self._streams.open(requests, self._works(requests, grammar), timeout_s, grammar)
 
     async def run_in_turns[T](

@@ -45,6 +45,16 @@ FAILING_S = 5.0
 _log = logging.getLogger("quire.async_llm")
 
 
+def _opened(open_llm: Callable[[], LLM]) -> LLM:
+    """The LLM that a function returns; ValueError if it is none."""
+    if not callable(open_llm):
+        raise ValueError(f"{open_llm!r} must be a function that returns an LLM: the engine's thread calls it")
+    llm = open_llm()
+    if not isinstance(llm, LLM):
+        raise ValueError(f"{open_llm!r} must return an LLM, it returned {llm!r}")
+    return llm
+
+
 class Mailbox(Protocol):
     """Where calls are posted, to be made in their order."""
 
@@ -223,6 +233,8 @@ class EngineThread:
 
         What was drawn before is posted before it, and what it aborts is posted as such before it is done.
         """
+        if not callable(function):
+            raise ValueError(f"{function!r} must be a function of the engine")
         future: Future[T] = Future()
 
         def run(engine: Engine) -> None:
@@ -258,7 +270,7 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            self.llm = self._open_llm()
+            self.llm = _opened(self._open_llm)
         except BaseException as error:
             self._cause = error
             self._end()

@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 from gguf import GGUFEndian, GGUFValueType
 
+from quire.checkpoint.weight_index import why_not_weights
 from quire.config import MAX_DIMENSION, MAX_LAYERS, ModelConfig, check_whole
 from quire.device.blocked import Format, StoredTensor
 from quire.device.models import get_gguf_architecture
@@ -55,7 +56,9 @@ class GgufFile:
             with np.errstate(all="raise"):  # sizes that overflow
                 self.reader: gguf.GGUFReader = _StrictReader(path)
         except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, OSError) as error:
-            reason = error.strerror if isinstance(error, OSError) else error
+            reason = error.strerror if isinstance(error, OSError) else why_not_weights(path) or error
+            if path.suffix in (".safetensors", ".bin", ".json"):
+                reason = f"{reason}; give its folder, with config.json and .safetensors files"
             raise ValueError(f"{path.name} is not a GGUF file that can be read: {reason}") from error
         self._tensors = {tensor.name: tensor for tensor in self.reader.tensors}
         self.name = str(self._field("general.architecture"))

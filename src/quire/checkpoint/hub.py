@@ -54,7 +54,7 @@ def parse_name(text: str, revision: str | None = None) -> HubName | None:
         raise ValueError(f"MODEL {text!r} names a revision already; leave out revision={revision!r}, or @{written}")
     if revision is None:
         revision = DEFAULT_REVISION if written is None else str(written)
-    if not _REVISION.fullmatch(revision) or ".." in revision:
+    if not isinstance(revision, str) or not _REVISION.fullmatch(revision) or ".." in revision:
         raise ValueError(f"revision={revision!r} must be a commit (40 hex digits), a branch or a tag")
     return HubName(parts["repo"], revision, parts["file"] or parts["last"])
 

@@ -109,6 +109,11 @@ def find_model(model: str | Path, revision: str | None = None, *, quiet: bool = 
                 else f"give one of {len(files)}, {str(files[0])!r}"
             )
             raise ValueError(f"MODEL {str(model)!r} is a folder with GGUF files and no config.json: {named}")
+        if path.is_dir() and not (path / "config.json").exists():
+            adapter = (path / "adapter_config.json").exists()
+            what = "holds an adapter: merge it into its model, and give that" if adapter else "has no config.json"
+            hint = "" if adapter else "; give the folder of a model, with config.json and .safetensors files"
+            raise ValueError(f"MODEL {str(model)!r} is a folder that {what}{hint}")
         return path
     name = parse_name(str(model), revision) if isinstance(model, str) else None
     if name is None or name.repo.endswith((".gguf", ".safetensors")):

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from quire.checkpoint import mxfp4
 from quire.checkpoint.json_file import read_json
-from quire.checkpoint.weight_index import INDEX, indexed_files
+from quire.checkpoint.weight_index import INDEX, indexed_files, why_not_weights
 from quire.config import ModelConfig
 from quire.device.models import get_architecture
 from quire.device.models.weight_specs import TensorSpec
@@ -48,15 +48,23 @@ class SafetensorsFolder:
         if (folder / INDEX).exists():
             # The index says which files belong to the model; other files beside them are not its weights.
             listed = set(indexed_files(folder))
+            if missing := listed - {path.name for path in names}:
+                some = ", ".join(sorted(missing)[:4])
+                raise ValueError(f"{folder.name}: {INDEX} lists {some}, which the folder does not have; fetch it again")
             names = [path for path in names if path.name in listed]
         if not names:
-            raise ValueError(f"{folder.name}: no .safetensors file in this folder")
+            others = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth"))
+            has = f", it has {others[0]}" if others else ""
+            raise ValueError(
+                f"{folder.name}: no .safetensors file in this folder{has}; save the weights as safetensors, or take a "
+                "repository that has them"
+            )
         for path in names:
             try:
                 file = self._files.enter_context(safe_open(path, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 self._files.close()
-                reason = error.strerror if isinstance(error, OSError) else error
+                reason = error.strerror if isinstance(error, OSError) else why_not_weights(path) or error
                 raise ValueError(f"{path.name} is not a safetensors file: {reason}") from error
             names_in_file: list[str] = file.keys()
             self._home.update({_text_name(name): (file, name) for name in names_in_file})

@@ -143,8 +143,10 @@ class _Parser(argparse.ArgumentParser):
         finally:
             self._is_mixing = False
         for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
-            near = difflib.get_close_matches(flag, self._option_string_actions, n=1)
-            hint = equivalent_flag(flag, self._option_string_actions) or (near and f"did you mean {near[0]}?")
+            near = difflib.get_close_matches(
+                flag[2:], [name[2:] for name in self._option_string_actions], n=1, cutoff=0.7
+            )
+            hint = _hint_for(flag, self._option_string_actions) or (near and f"did you mean --{near[0]}?")
             if hint:
                 self.error(f"unrecognized arguments: {' '.join(rest)}; {hint}")
         return known, rest
@@ -159,6 +161,15 @@ class _Parser(argparse.ArgumentParser):
         positionals = [str(action.metavar) for action in self._actions if not action.option_strings]
         self.usage = f"{self.prog} [options] {' '.join(positionals)}"
         self.add_argument("--help-all", action=_HelpAll, nargs=0, help="show the flags for experts too, and exit")
+
+
+def _hint_for(flag: str, flags: Container[str]) -> str | None:
+    """What to use instead of a flag that there is not; None if that is not known."""
+    if flag in ("--model", "--model-path"):
+        return "give MODEL without a flag, as the first argument"
+    if flag == "--prompt":
+        return "give PROMPT without a flag, after MODEL"
+    return equivalent_flag(flag, flags)
 
 
 class _Wide(argparse.HelpFormatter):
@@ -417,9 +428,12 @@ def _simulate_parser(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _rates(text: str) -> list[float | None]:
     """Numbers above 0 from a text such as `0.5,1,2`."""
-    numbers = [float(part) for part in text.split(",")]
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0.0]
     if not all(0 < number < 1e9 for number in numbers):
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers above 0, such as 0.5,1,2")
     return list(numbers)
 
 
@@ -438,14 +452,17 @@ def _model_argument(parser: argparse.ArgumentParser, **how: typing.Any) -> None:
 
 def _weights(text: str) -> dict[str, float]:
     """Numbers by name from a text such as `alice=2,bob=0.5`."""
-    return {name: float(weight) for name, _, weight in (part.rpartition("=") for part in text.split(","))}
+    try:
+        return {name: float(weight) for name, _, weight in (part.rpartition("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=NUMBER, such as alice=2,bob=0.5") from None
 
 
 def _numbers(text: str) -> list[int]:
     """Whole numbers above 0 from a text such as `8,32,64`."""
-    numbers = [int(part) for part in text.split(",")]
+    numbers = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
     if min(numbers) < 1:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers above 0, such as 8,32,64")
     return numbers
 
 
@@ -519,7 +536,7 @@ def knobs_of(config: type, args: argparse.Namespace) -> dict[str, typing.Any]:
 def engine_knobs(args: argparse.Namespace) -> dict[str, typing.Any]:
     """The engine's fields from parsed flags."""
     knobs = knobs_of(EngineConfig, args)
-    if knobs["max_num_seqs"] is None and knobs["num_processes"] > 1:
+    if knobs["max_num_seqs"] is None and (knobs["num_processes"] > 1 or knobs["process_id"]):
         knobs["max_num_seqs"] = EngineConfig.max_num_seqs  # only the leader knows how many prompts there are
     return knobs
 
@@ -555,6 +572,10 @@ def find_model_for(args: argparse.Namespace) -> Path:
     from quire.checkpoint.load import find_model, read_config
 
     sampling_params(args, SamplingParams())
+    knobs = engine_knobs(args)
+    if knobs["max_num_seqs"] is None:
+        knobs["max_num_seqs"] = 1
+    EngineConfig(**knobs)
     check_chat_template(args)
     _check_max_tokens(args.max_tokens, args.max_model_len, "--max-model-len")
     path = find_model(args.model, args.revision)

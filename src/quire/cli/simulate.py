@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from quire.cli import SIMULATE_KNOBS
-from quire.config import EngineConfig
+from quire.config import EngineConfig, check_above_zero
 from quire.core.scheduler_config import SchedulerConfig
+from quire.core.tenants import checked_weights
 from quire.field_error import FieldError
 from quire.simulate.cost import Cost, load_calibration
 from quire.simulate.fleet import POLICIES, run_fleet
@@ -37,7 +38,11 @@ class Setting:
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
     if (args.trace is None) == (args.recording is None):
-        raise ValueError("simulate needs --trace FILE or --recording FILE")
+        raise ValueError("simulate needs --trace FILE or --recording FILE, and not both")
+    for name in ("target_first_token", "target_inter_token"):
+        if getattr(args, name) is not None:
+            check_above_zero(name, getattr(args, name))
+    checked_weights(args.tenant_weights)
     results = _results(args)
     if args.calibration is None:
         print(f"quire: {BOUND}", file=sys.stderr)
@@ -99,8 +104,13 @@ def _sweep(text: str | None) -> tuple[str | None, list[Any]]:
     if name not in kinds or not joined:
         raise FieldError(f"sweep={text!r} must be routing, or one of {', '.join(kinds)}, and values", field="sweep")
     if kinds[name] is bool:
-        return name, [{"true": True, "false": False}[value.lower()] for value in values]
-    return name, [value if kinds[name] in (str, str | None) else int(value) for value in values]
+        if not {value.lower() for value in values} <= {"true", "false"}:
+            raise FieldError(f"sweep={text!r}: values of {name} must be true or false", field="sweep")
+        return name, [value.lower() == "true" for value in values]
+    try:
+        return name, [value if kinds[name] in (str, str | None) else int(value) for value in values]
+    except ValueError:
+        raise FieldError(f"sweep={text!r}: values of {name} must be whole numbers", field="sweep") from None
 
 
 def _setting(args: argparse.Namespace, swept: dict[str, Any]) -> Setting:

@@ -1,5 +1,6 @@
 """A request: a prompt and how to continue it. Frozen."""
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from quire.config import check_whole
@@ -47,6 +48,9 @@ class Request:
             object.__setattr__(self, "cache_salt", "")
         if not isinstance(self.id, str):
             raise FieldError(f"id={self.id!r} must be a string", field="id")
+        if not isinstance(self.prompt_token_ids, SequenceOf) or isinstance(self.prompt_token_ids, str | bytes):
+            message = f"prompt_token_ids={self.prompt_token_ids!r} must be a tuple of token ids; encode text first"
+            raise FieldError(message, field="prompt_token_ids")
         check_whole("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MAX_SALT_LEN:
             message = f"cache_salt={self.cache_salt!r} must be a string of at most {MAX_SALT_LEN} characters"

@@ -192,7 +192,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, declared in DECLARED.items():
             value = getattr(self, name)
-            if declared.limits is not None and hasattr(value, "item"):  # a number of numpy's or jax's
+            is_number = hasattr(value, "item") and getattr(value, "size", 1) == 1  # of numpy or jax
+            if declared.limits is not None and is_number:
                 value = value.item()
                 object.__setattr__(self, name, value)
             declared.check(value)
@@ -200,7 +201,10 @@ class SamplingParams:
             object.__setattr__(self, "stop_token_ids", self.stop_token_ids.tolist())  # pyright: ignore
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            message = f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}"
+            message = (
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}; lower the first or raise the "
+                "second"
+            )
             raise FieldError(message, field="min_tokens")
         self._check_pooling()
         if self.max_tokens == 0 and not self.prompt_logprobs and not self.pooling:

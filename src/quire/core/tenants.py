@@ -26,6 +26,8 @@ MAX_IDLE = 1024
 
 def checked_weights(weights: Mapping[str, float]) -> dict[str, float]:
     """Return a copy of the weights of tenants, or raise FieldError."""
+    if not isinstance(weights, Mapping):
+        raise FieldError(f"weights={weights!r} must map names of tenants to numbers", field="weights")
     weights = dict(weights)
     for name, weight in weights.items():
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)

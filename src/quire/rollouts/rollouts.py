@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from quire.async_llm.engine_thread import EngineThread
 from quire.async_llm.errors import OverloadError, UnavailableError
 from quire.async_llm.heartbeat import STALLED_AFTER_S
-from quire.config import EngineKnobs, ModelConfig, check_whole
+from quire.config import EngineKnobs, ModelConfig, check_seconds, check_whole
 from quire.core.sampling_params import SamplingParams
 from quire.core.sequence import Version
 from quire.engine.engine import Engine
@@ -314,6 +314,8 @@ class Rollouts:
         check_whole("groups", groups, 1, MAX_GROUPS)
         if max_lag is not None:
             check_whole("max_lag", max_lag, 0, MAX_GROUPS)
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
         self._check_thread()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
@@ -412,6 +414,8 @@ class Rollouts:
 
         Their futures get what was generated, with finish reason "abort"; the group is not handed out.
         """
+        if not isinstance(group, Hashable):
+            raise ValueError(f"group={group!r} is no name: give a number, a string or a tuple of them")
         with self._changed:
             return self._abort(self._groups[group].calls if group in self._groups else [])
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quire.config import check_whole, knob
+from quire.core.request import MAX_PRIORITY
 
 MAX_PORT = 65_535
 _HOST = re.compile(r"[a-z0-9_.-]{1,253}|[0-9a-f:.]{2,45}")
@@ -82,8 +83,12 @@ class ServerConfig:
         for name in ("max_key_requests", "max_key_queued_tokens", "max_key_tokens_per_minute"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1, 1 << 40)
-        if not isinstance(self.host, str) or not self.host:
-            raise ValueError(f"host={self.host!r} must be an address or a name")
+        check_whole("max_priority", self.max_priority, 0, MAX_PRIORITY)
+        if not isinstance(self.host, str) or not self.host or "/" in self.host:
+            raise ValueError(f"host={self.host!r} must be an address or a name, without http:// and without a port")
+        for name in ("served_model_name", "batch_folder"):
+            if getattr(self, name) == "":
+                raise ValueError(f"{name}='' is empty; give a value, or leave it out")
         for origin in self.allow_origin:
             _check_origin(origin)
         for name in self.allow_host:

@@ -17,7 +17,7 @@ MAX_MESSAGE_LEN = 1000
 """Characters; a longer one quotes too much of the request."""
 STATUS_OF_REASON = {"unavailable": 503, "deadline": 408, "cancelled": 499, "error": 500, "not_finite": 500}
 # msgspec tells the path of a wrong value nowhere but in its message.
-_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_PATH = re.compile(r" - at (`key` in )?`(?:key in )?\$\.?([^`]*)`$")
 
 
 class ApiError(Exception):
@@ -104,8 +104,10 @@ def _shortened(text: str) -> str:
 def _invalid(message: str) -> ApiError:
     """The response for a field of the wrong type, out of its range, missing or unknown."""
     path = _PATH.search(message)
-    param = path[1] if path else None
+    param = path[2] if path else None
     text = _PATH.sub("", message)
+    if path and path[1]:
+        return ApiError(400, f"a key of {param}: {text}", param=param, code="invalid_value")
     if unknown := re.search(r"unknown field `([^`]*)`", text):
         param = f"{param}.{unknown[1]}" if param else unknown[1]
         return ApiError(400, f"unknown field {param!r}", param=param, code="unknown_field")

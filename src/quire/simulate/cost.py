@@ -147,7 +147,8 @@ def load_calibration(path: Path) -> Calibration:
     except OSError as error:
         raise FieldError(f"calibration={str(path)!r} cannot be read: {error.strerror}", field="calibration") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        message = f"calibration={str(path)!r} is not what quire bench steps writes: {error}"
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        message = f"calibration={str(path)!r} is not what quire bench steps writes: {reason}"
         raise FieldError(message, field="calibration") from None
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from quire.config import check_above_zero, check_whole
 from quire.core.sequence import Sequence
 from quire.field_error import FieldError
 from quire.recording.recording_file import RecordingError, read_records
@@ -67,6 +68,9 @@ class Traffic:
 
 def read_trace(path: Path, *, requests: int | None = None, scale: float = 1.0, max_len: int | None = None) -> Traffic:
     """Requests of a CSV, lengths times `scale`; repeated from its beginning when it has fewer than are asked for."""
+    if requests is not None:
+        check_whole("requests", requests, 1, MAX_CSV_ROWS)
+    check_above_zero("scale", scale)
     arrivals, offset = [], 0.0
     rows = list(_rows(path))
     more: dict[str, dict[str, Any]] = {name: {"tenant": name} if name else {} for *_, name in rows}
@@ -107,7 +111,8 @@ def _rows(path: Path) -> Iterator[tuple[float, int, int, str]]:
         if isinstance(error, FieldError):
             raise
         columns = "num_prefill_tokens, num_decode_tokens and perhaps arrived_at and tenant"
-        raise FieldError(f"trace={str(path)!r} is no CSV with {columns}: {error}", field="trace") from None
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise FieldError(f"trace={str(path)!r} is no CSV with {columns}: {reason}", field="trace") from None
 
 
 def read_recording(path: Path) -> Traffic:

@@ -137,6 +137,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `token_ids`; bytes that are no UTF-8 become U+FFFD, an id without a token has no text."""
+        if isinstance(token_ids, str):
+            raise FieldError(f"token_ids={token_ids!r} must be a list of token ids", field="token_ids")
         joined = b"".join(self.piece(token_id, skip_special) for token_id in token_ids)
         if self.strips_leading_space:
             joined = joined.removeprefix(b" ")

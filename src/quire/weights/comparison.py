@@ -93,6 +93,9 @@ def compare(llm: "LLM", forward: Forward, tokens: Any) -> Comparison:
     transposition explains the difference; these are not searched for in a quantised engine, whose weights cannot be
     read.
     """
+    if not hasattr(llm, "score") or not callable(forward):
+        kinds = f"llm is of type {type(llm).__name__} and forward of type {type(forward).__name__}"
+        raise ValueError(f"{kinds}: give compare(llm, forward, tokens), an LLM, a function and token ids")
     tokens_BW = np.asarray(tokens)
     if tokens_BW.ndim != 2 or tokens_BW.shape[1] < 2 or not np.issubdtype(tokens_BW.dtype, np.integer):
         message = f"tokens is {tokens_BW.dtype}{list(tokens_BW.shape)}: give whole numbers [rows, at least 2]"

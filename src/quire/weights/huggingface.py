@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from quire.config import DEFAULT_DTYPE, ModelConfig
 from quire.device.models.tensors import EMBEDDING, NO_WEIGHTS, OUTPUT_HEAD, check_tied, to_array
 from quire.device.models.weights import weight_specs
-from quire.weights.mapping import Leaf, Leaves, Source, add, convert, whole
+from quire.weights.mapping import Leaf, Leaves, Source, add, check_config, convert, whole
 
 PEFT_PREFIX, PEFT_BASE = "base_model.model.", ".base_layer"
 PEFT_ADAPTER = ".default"
@@ -36,6 +36,10 @@ def from_huggingface(
 
     Every tensor that is missing, left over or of another shape or type is named in a ValueError.
     """
+    check_config(config)
+    if not isinstance(tensors, Mapping):
+        kind = type(tensors).__name__
+        raise ValueError(f"tensors is of type {kind}: give a dict of names and arrays, such as model.state_dict()")
     given: dict[str, Any] = {}
     for name, tensor in tensors.items():
         if not name.endswith(NO_WEIGHTS):

@@ -54,6 +54,7 @@ def convert(
 
     ValueError, naming every leaf, if some are missing, left over or of another shape or type.
     """
+    check_config(config)
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     leaves, given = source.leaves(config), flatten(tree)
@@ -68,6 +69,13 @@ def convert(
         return _program(source, config, mesh, dtype, lora_alpha)(arrays)
     made = _program(source, config, None, dtype, lora_alpha)(arrays)  # where the trainer has them
     return jax.device_put(made, params_shardings(config, mesh))
+
+
+def check_config(config: Any) -> None:
+    """Raise ValueError unless this is a ModelConfig."""
+    if not isinstance(config, ModelConfig):
+        kind = type(config).__name__
+        raise ValueError(f"config is of type {kind}: give a ModelConfig after the weights, such as llm.model_config")
 
 
 def _are_on(mesh: Mesh, arrays: Iterable[Any]) -> bool:

@@ -15,6 +15,7 @@ from quire.core.stopping import Grammar
 from quire.field_error import FieldError
 from quire.server.batches.lines import MAX_LINE_BYTES, Line, answer_id, custom_id
 from quire.server.errors import ApiError, as_api_error, in_words_of
+from quire.server.http.request_body import with_fix
 from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
@@ -115,7 +116,10 @@ class Answerer:
         except UnavailableError:
             raise
         except Exception as error:
-            return _failed(line, name, as_api_error(error))
+            shown = with_fix(error) if isinstance(error, msgspec.ValidationError) else as_api_error(error)
+            if name is None:  # nothing else says which line this is
+                shown.message = f"line {line.number}: {shown.message}"
+            return _failed(line, name, shown)
 
     async def answer(self, parsed: ParsedLine) -> Answer:
         """Run a line to its end. UnavailableError if the engine is gone before, or gives it up again and again."""

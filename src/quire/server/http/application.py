@@ -59,9 +59,15 @@ async def _error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _no_such_route(request: HttpRequest, error: HTTPException) -> Response:
-    messages = {404: _routes_instead(request), 405: f"this route does not take {request.method}"}
+    messages = {404: _routes_instead(request), 405: _methods_instead(request, error)}
     message = messages.get(error.status_code, error.detail)
     return await _error(request, ApiError(error.status_code, message, headers=dict(error.headers or {})))
+
+
+def _methods_instead(request: HttpRequest, error: HTTPException) -> str:
+    allowed = sorted({*(error.headers or {}).get("Allow", "").split(", ")} - {"", "HEAD"})
+    hint = f"; it takes {' and '.join(allowed)}" if allowed else ""
+    return f"this route does not take {request.method}{hint}"
 
 
 def _routes_instead(request: HttpRequest) -> str:

@@ -141,7 +141,11 @@ class Guard:
         """Raise ApiError if the body is of another type or larger than allowed."""
         if scope["method"] == "POST":
             if headers.get("content-encoding", "identity") != "identity":
-                raise ApiError(415, "compressed bodies are not taken", code="unsupported_encoding")
+                raise ApiError(
+                    415,
+                    "compressed bodies are not taken: send it without content-encoding",
+                    code="unsupported_encoding",
+                )
             wanted = "multipart/form-data" if scope["path"] in self._uploads else "application/json"
             if headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
                 raise ApiError(415, f"content-type must be {wanted}", code="unsupported_media_type")

@@ -40,8 +40,11 @@ REFUSED = {
     "chat_template": _OWN_TEMPLATE,
     "continue_final_message": _OWN_TEMPLATE,
     "documents": "put their text into a message",
+    "ebnf": "send structured_outputs with grammar",
+    "extra_body": "send its fields in the body itself",
     "function_call": "send tool_choice",
     "functions": "send tools",
+    "grammar": "send structured_outputs with grammar",
     "guided_choice": "send structured_outputs with choice",
     "guided_grammar": "send structured_outputs with grammar",
     "guided_json": "send structured_outputs with json",
@@ -51,16 +54,20 @@ REFUSED = {
     "input_embeds": "send text or token ids",
     "inputs_embeds": "send text or token ids",
     "logits_processors": "a request brings no code; logit_bias may serve",
+    "json_schema": "send structured_outputs with json",
     "lora_path": "this server has one model",
     "lora_request": "this server has one model",
     "multi_modal_data": _TEXT_ONLY,
     "prompt_embeds": "send text or token ids",
+    "regex": "send structured_outputs with regex",
     "template": _OWN_TEMPLATE,
     "truncate_prompt_tokens": "shorten the prompt",
     "use_beam_search": "tokens are sampled; n and logprobs may serve",
     "web_search_options": "nothing is fetched",
 }
 """Fields of other servers that would change what an answer means, and what to do instead."""
+ELSEWHERE = {"response_format": "send structured_outputs; to /v1/responses, text.format"}
+"""The same for fields that another route has."""
 ABSENT = {"add_generation_prompt": (b"null", b"true")}
 """Values with which such a field changes nothing; of those not listed here, null and false."""
 _EFFORTS = ", ".join(map(repr, get_args(schema.ReasoningEffort)))
@@ -68,13 +75,17 @@ _NOT_KEPT = "nothing is stored: send the whole conversation in input"
 FIXES = {
     "background": "nothing is stored: leave it out, and send stream to see the answer as it is made",
     "best_of": "all n sequences are returned: send n and choose among them",
+    "completion_window": "'24h' is the only one",
     "conversation": _NOT_KEPT,
+    "encoding_format": "'float' and 'base64' are formats",
+    "endpoint": "'/v1/chat/completions', '/v1/completions' and '/v1/embeddings' are endpoints",
     "input[].content[].type": _TEXT_ONLY,
     "input[].output[].type": _TEXT_ONLY,
     "input[].type": f"'message', 'function_call', 'function_call_output' and 'reasoning' are types; {_NOT_KEPT}",
     "messages[].audio": "messages are text only",
     "messages[].content[].type": "messages are text only: 'text' is the only type of a part",
     "messages[].function_call": "send tool_calls",
+    "method": "'POST' is the only method",
     "messages[].role": "'system', 'developer', 'user', 'assistant' and 'tool' are roles",
     "modalities[]": "answers are text only: leave modalities out",
     "previous_response_id": _NOT_KEPT,
@@ -86,9 +97,11 @@ FIXES = {
     "store": "nothing is stored: send false or leave it out",
     "stream_options.include_obfuscation": "streams are not padded: leave it out",
     "suffix": "text is continued, not filled in: leave it out",
+    "text.format.type": "'text', 'json_object' and 'json_schema' are types",
     "tool_choice": "'none', 'auto', 'required' and {'type': 'function', 'function': {'name': ...}} are choices",
     "tool_choice.type": "'function' is the only type",
     "tools[].type": "'function' is the only type of a tool: this server runs none itself",
+    "url": "'/v1/chat/completions', '/v1/completions' and '/v1/embeddings' are urls",
     "truncation": "what does not fit is refused: send 'disabled' and a shorter input",
 }
 """What to do about a value that a field does not take, where its type does not say enough."""
@@ -105,12 +118,14 @@ class BodyReader:
 
     def read[T](self, body: bytes, kind: type[T]) -> tuple[T, list[str]]:
         """A body as a struct, and the names of the fields that it does not have, fit for a header."""
+        if not body.strip():
+            raise ApiError(400, "the body is empty: send a JSON object", code="invalid_json")
         try:
             return msgspec.json.decode(body, type=kind), []
         except msgspec.ValidationError as error:
             is_long = body.count(b",") > MAX_SEARCHED
             if self._strict or is_long:
-                shown = _with_fix(error)
+                shown = with_fix(error)
                 if is_long and shown.code == "unknown_field":
                     shown.message += f"; leave it out of a body with more than {MAX_SEARCHED:,} commas"
                 raise shown from None
@@ -119,7 +134,7 @@ class BodyReader:
         try:
             value = msgspec.json.decode(known, type=kind)
         except msgspec.ValidationError as error:
-            shown = _with_fix(error)
+            shown = with_fix(error)
             if shown.code == "missing_field" and search.names:
                 shown.message += f"; the body has {', '.join(search.names)}, which this route does not know"
             raise shown from None
@@ -133,11 +148,13 @@ class BodyReader:
                 _log.info("unknown field ignored", extra={"field": name})
 
 
-def _with_fix(error: msgspec.ValidationError) -> ApiError:
+def with_fix(error: msgspec.ValidationError) -> ApiError:
     """The response for a value that its field does not take, with what to do about it."""
     shown = as_api_error(error)
     if shown.code == "missing_field":
         return shown  # the fixes are for values that are there
+    if shown.param == "prompt" and "Expected `null`" not in shown.message:
+        return shown  # a prompt itself, and no template
     if fix := FIXES.get(re.sub(r"\[[^\]]*\]", "[]", shown.param or "")):
         shown.message += f"; {fix}"
     return shown
@@ -179,8 +196,9 @@ class _Search:
         return msgspec.Raw(msgspec.json.encode(kept))
 
     def _leave_out(self, name: str, value: msgspec.Raw, path: str) -> None:
-        if not path and name in REFUSED and bytes(memoryview(value)[:8]) not in ABSENT.get(name, (b"null", b"false")):
-            message = f"{name} is not supported: {REFUSED[name]}; or leave it out"
+        fix = None if path else REFUSED.get(name) or ELSEWHERE.get(name)
+        if fix and bytes(memoryview(value)[:8]) not in ABSENT.get(name, (b"null", b"false")):
+            message = f"{name} is not supported: {fix}; or leave it out"
             raise ApiError(400, message, param=name, code="unsupported_field")
         if len(self.names) == MAX_NAMED:
             return

@@ -199,6 +199,10 @@ class Api:
         body = await self._read(request, schema.DetokenizeRequest)
         self.service.check_model(body.model)
         self.service.check_length(body.tokens, "tokens")
+        vocab_size = self.service.engine.llm.engine.model.vocab_size
+        if wrong := next((token_id for token_id in body.tokens if token_id >= vocab_size), None):
+            message = f"tokens: {wrong} is no token id (0 to {vocab_size - 1})"
+            raise ApiError(400, message, param="tokens", code="invalid_value")
         decode, caller = self.service.tokenizer.decode, request.state.caller
         with self.service.engine.admission.hold(caller.tenant):
             text = await self.service.run_in_thread(caller, decode, body.tokens, False)

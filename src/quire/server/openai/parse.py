@@ -151,6 +151,9 @@ async def parse_chat(
     reasoning = None if structured else reasoning_style(service.tokenizer)
     # The marks around calls of tools, and around thoughts, are special tokens in some vocabularies.
     has_marks = style not in (None, "json") or (reasoning and has_special_marks(service.tokenizer, reasoning))
+    if 0 in (body.max_tokens, body.max_completion_tokens) and not body.prompt_logprobs:
+        name = "max_completion_tokens" if body.max_tokens is None and names == CHAT_NAMES else names.max_tokens
+        raise ApiError(400, f"{name}=0 asks for nothing; ask for 1 or more", param=name, code="invalid_value")
     params = _sampling(
         body,
         service.default_params,
