@@ -18,7 +18,6 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.async_llm.errors import described
@@ -30,7 +29,6 @@ from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.event_response import HEARTBEAT
 from quire.server.http.guard import PAGES, PUBLIC, Guard
-from quire.server.http.openapi import GETS, POSTS
 from quire.server.http.origins import AllowedOrigins
 from quire.server.keys import Keys
 
@@ -68,8 +66,7 @@ class Ingress:
             AllowedOrigins(config.allow_origin),
             {},
             frozenset(),
-            [Route(path, self._forward) for path in GETS | POSTS],  # names for the access log
-            AccessLog(config.access_log),
+            access=AccessLog(config.access_log),
         )
 
     async def __call__(self, request: HttpRequest) -> Response:
