@@ -112,7 +112,7 @@ class Sequence:
     )  # fmt: skip
 
     tenant: Tenant
-    """Of its request: known once it waits for a row."""
+    """The tenant of its request; set once the sequence waits for a row."""
 
     def __init__(
         self,

@@ -10,7 +10,6 @@ A token is charged when it is served, once for each position of a sequence: foun
 what a preemption makes the engine compute again is not charged again. Refuses to know: sequences, rows, pages.
 """
 
-import math
 from collections.abc import ItemsView, Iterator, Mapping
 from typing import Any
 
@@ -128,7 +127,7 @@ class Tenants:
         owing = {name: one for name, one in self._by_name.items() if name not in kept and one.clock > self.now}
         self._by_name = kept | dict(list(owing.items())[-MAX_IDLE // 2 :])
 
-    # -- who waits and runs --------------------------------------------------------------------------------------
+    # -- waiting and running -------------------------------------------------------------------------------------
 
     def wait(self, tenant: Tenant, *, was_preempted: bool = False) -> None:
         """One more of its sequences waits: a new one, or one that was preempted."""
@@ -146,7 +145,7 @@ class Tenants:
         Before another that runs it is only until that one is served: new tenants, however many come, stop no other.
         """
         running = (one.place[0] for one in self._earliest if one.num_running and one is not tenant)
-        return min(self.now - 1 / tenant.weight, *running, math.inf)
+        return min((self.now - 1 / tenant.weight, *running))
 
     def advance(self, num_tokens: int) -> None:
         """Let the time advance by tokens that active tenants were charged for."""

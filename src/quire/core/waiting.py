@@ -20,7 +20,7 @@ class WaitingQueue:
     def __init__(self, tenants: Tenants) -> None:
         self.tenants = tenants
         self._heap: list[tuple[float, int, Tenant]] = []
-        """One entry for each tenant with waiting sequences, by a clock that it had; ties by who came here first."""
+        """One entry for each tenant with waiting sequences, by a clock that it had; ties by order of entry."""
         self._last_turn = 0
         self._num_live = 0
 
