@@ -12,8 +12,8 @@ from quire.server.batches.answer import Answer, Answerer
 from quire.server.batches.answer_file import AnswerFile
 from quire.server.batches.lines import read_lines
 from quire.server.batches.run import LineRunner
-from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller
+from quire.server.openai.request_body import BodyReader
 from quire.server.service import Service
 
 

@@ -21,10 +21,10 @@ from quire.server.batches.answer_file import AnswerFile
 from quire.server.batches.store import Store, StoredFile
 from quire.server.batches.worker import Batches
 from quire.server.errors import ApiError
-from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller
 from quire.server.logs import JsonLines, log_for, read_line
 from quire.server.openai import schema
+from quire.server.openai.request_body import BodyReader
 from quire.server.service import Service
 from tests.batch_files import completion, read_answers
 from tests.fake_llm import LONG_S, Gate, fake_llm

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from msgspec.inspect import NoneType, StructType, UnionType, type_info
 
 from quire.server.errors import ApiError
-from quire.server.http import request_body
 from quire.server.http.openapi import POSTS
-from quire.server.http.request_body import HEADER, MAX_NAMED, REFUSED, BodyReader
-from quire.server.openai import schema
+from quire.server.openai import request_body, schema
+from quire.server.openai.request_body import HEADER, MAX_NAMED, REFUSED, BodyReader
 
 COMPLETION = {"model": "tiny", "prompt": "x"}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}

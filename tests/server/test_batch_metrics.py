@@ -6,10 +6,10 @@ import json
 from quire import AsyncLLM
 from quire.server.batches.store import Store, StoredFile
 from quire.server.batches.worker import Batches
-from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller
 from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
+from quire.server.openai.request_body import BodyReader
 from quire.server.service import Service
 from tests.batch_files import completion
 from tests.fake_llm import LONG_S, Gate, fake_llm

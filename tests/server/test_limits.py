@@ -27,7 +27,6 @@ from quire.server.grpc.proto import quire_pb2 as pb
 from quire.server.grpc.proto import quire_pb2_grpc
 from quire.server.grpc.server import GrpcServer
 from quire.server.http import routes
-from quire.server.http.request_body import BodyReader
 from quire.server.http.routes import Api
 from quire.server.keys import Keys, key_limits
 from quire.server.observe.metrics import Metrics
@@ -36,6 +35,7 @@ from quire.server.openai.answer_parser import AnswerParser
 from quire.server.openai.format import ChatFormatter, CompletionFormatter
 from quire.server.openai.json_parts import encode
 from quire.server.openai.parse import choice_bytes, parse_completion
+from quire.server.openai.request_body import BodyReader
 from quire.server.service import MAX_DECODED_ON_LOOP, Service
 from tests.fake_llm import Gate, fake_llm
 

@@ -227,8 +227,8 @@ async def answer_lines(
     """Answer lines, as many at once as keep every row busy; `defaults` are fields that they leave out, and `model`."""
     from quire.server.batches.answer import Answerer
     from quire.server.batches.run import LineRunner
-    from quire.server.http.request_body import BodyReader
     from quire.server.keys import Caller
+    from quire.server.openai.request_body import BodyReader
     from quire.server.service import Service
 
     service = Service(engine, defaults["model"], int(time.time()))

@@ -19,7 +19,7 @@ from quire.structured.form import Structured
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.server.http.request_body import BodyReader
+    from quire.server.openai.request_body import BodyReader
 
 TIMEOUT_S = 10.0
 """For a prompt to be encoded, a template rendered or a grammar compiled."""

@@ -15,10 +15,10 @@ from quire.core.sampling_params import SamplingParams
 from quire.integrations.ray.forwarded import NAME_BYTES
 from quire.routing import prompt_hashes
 from quire.server.errors import ApiError
-from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.parse import parse_chat, parse_completion
+from quire.server.openai.request_body import BodyReader
 from quire.server.openai.responses import parse_response
 from quire.server.service import Service
 

@@ -15,16 +15,16 @@ from quire.core.stopping import Grammar
 from quire.field_error import FieldError
 from quire.server.batches.lines import MAX_LINE_BYTES, Line, answer_id, custom_id
 from quire.server.errors import ApiError, as_api_error, in_words_of
-from quire.server.http.request_body import with_fix
 from quire.server.keys import Caller
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.json_parts import encode
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
+from quire.server.openai.request_body import with_fix
 from quire.server.service import Service
 
 if TYPE_CHECKING:
-    from quire.server.http.request_body import BodyReader
+    from quire.server.openai.request_body import BodyReader
 
 OVERLOAD_WAIT_S = 0.2
 """Seconds between two tries to start a line when too much waits already."""

@@ -38,7 +38,7 @@ from quire.server.openai import schema
 from quire.server.service import Service
 
 if TYPE_CHECKING:
-    from quire.server.http.request_body import BodyReader
+    from quire.server.openai.request_body import BodyReader
 
 MAX_LINES = 50_000
 RETRY_S = 5.0

@@ -17,10 +17,10 @@ from quire.server.access import REQUEST_ID, AccessLog, checked_request_id, new_r
 from quire.server.config import ServerConfig
 from quire.server.errors import ApiError
 from quire.server.http.origins import PREFLIGHT, AllowedOrigins
-from quire.server.http.request_body import HEADER as IGNORED_FIELDS
 from quire.server.http.upload import FORM_BYTES
 from quire.server.keys import Caller, Keys
 from quire.server.logs import log_for
+from quire.server.openai.request_body import HEADER as IGNORED_FIELDS
 
 PAGES = frozenset({"/", "/docs"})
 """Pages for people: what they show comes with a key, or is the same of every server."""

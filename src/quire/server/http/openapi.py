@@ -17,9 +17,9 @@ import msgspec
 from quire import __version__
 from quire.core.sampling_params import DECLARED, SamplingParams
 from quire.server.http.guard import PUBLIC
-from quire.server.http.request_body import HEADER
 from quire.server.http.response_schemas import ERROR, RESPONSES
 from quire.server.openai import schema
+from quire.server.openai.request_body import HEADER
 
 POSTS = {
     "/v1/completions": schema.CompletionRequest,

@@ -6,7 +6,7 @@ Never with credentials: a browser sends no cookie along, and a page that has a k
 from collections.abc import Mapping, Sequence
 
 from quire.server.access import REQUEST_ID
-from quire.server.http.request_body import HEADER as IGNORED_FIELDS
+from quire.server.openai.request_body import HEADER as IGNORED_FIELDS
 
 HeaderList = list[tuple[bytes, bytes]]
 

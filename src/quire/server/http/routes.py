@@ -30,13 +30,13 @@ from quire.server.http.guard import PAGES, PUBLIC, Guard
 from quire.server.http.kv_events import KVEvents
 from quire.server.http.openapi import openapi_json
 from quire.server.http.pages import html_response, page_response
-from quire.server.http.request_body import BodyReader
 from quire.server.keys import Caller, Keys
 from quire.server.observe.metrics import Metrics
 from quire.server.openai import schema
 from quire.server.openai.embeddings import parse_embeddings
 from quire.server.openai.json_parts import JsonBody, encode
 from quire.server.openai.parse import ParsedRequest, parse_chat, parse_completion
+from quire.server.openai.request_body import BodyReader
 from quire.server.openai.responses import parse_response
 from quire.server.service import Service
 
