@@ -1,10 +1,6 @@
-"""Another version of Quire, from a checkout of its own: what a change does to speed, in turn on the same prompts.
+"""Quire of any checkout, named by PYTHONPATH; `bench/versions.py` compares two of them.
 
-Check the other version out beside this one, with the native library in its place, and give this file to
-`quire bench throughput --against`, run with `PYTHONPATH` naming the other checkout's `src`:
-
-    quire bench throughput MODEL --rows 1,8,32,64 --max-num-seqs 64 --max-model-len 2048 --against
-        "env PYTHONPATH=../before/src .venv/bin/python bench/peers/quire_peer.py MODEL"
+The checkout needs the native library in its place.
 """
 
 import argparse
