@@ -3,8 +3,9 @@
     python bench/fairness.py MODEL [--streams 30 250] [--rows 8] [--requests 12] [--seconds 60]
 
 Starts `quire serve MODEL` with two keys. Key A keeps streams open; key B sends one short request after another. Prints
-B's time to the first token alone and beside A, then the tokens per second of both together: with B's requests under
-key B (fair), and under key A (one queue, first in first out). Both are taken in turns on the same server.
+B's time to the first token alone and beside A, then the generated tokens per second of both together: with B's requests
+under key B (fair), and under key A (one queue, first in first out), in turns on the same server. For these, requests of
+B come at fixed times and a turn begins when the first of them has been answered, so that the same mix is served.
 """
 
 import argparse
@@ -24,11 +25,15 @@ from serving import wait_ready
 from quire.bench import http_client
 
 KEYS = {"A": "key-of-the-crowd", "B": "key-of-the-other"}
-PROMPT_LEN, CROWD_TOKENS, SHORT_TOKENS = 16, 128, 16
+PROMPT_LEN, SHORT_TOKENS = 16, 16
+CROWD_TOKENS = (32, 96)
+"""Each stream has another length: of equal ones, eight would begin and end in the same steps."""
 TOKEN_IDS = (500, 5_000)
 PAUSE_S = 0.2
-"""Between two requests of B."""
-TURNS = 2
+"""Between two requests of B that follow each other."""
+PERIOD_S = 0.8
+"""Between two requests of B that come at fixed times."""
+TURNS = 3
 
 
 class Crowd:
@@ -42,13 +47,15 @@ class Crowd:
     async def _stream(self, seed: int) -> None:
         rng = random.Random(seed)
         while True:
-            reply = await http_client.complete(self._url, body(self._model, rng, CROWD_TOKENS), key=KEYS["A"])
+            reply = await http_client.complete(
+                self._url, body(self._model, rng, rng.randint(*CROWD_TOKENS)), key=KEYS["A"]
+            )
             if not reply.is_complete:
                 raise RuntimeError(f"a stream of the crowd was answered with {reply.status}: {reply.error}")
             self.num_tokens += reply.num_tokens
 
     async def settle(self) -> None:
-        """Wait until some have ended: then all rows are busy, at different positions."""
+        """Wait until one has ended: then all rows are busy, at different positions."""
         while not self.num_tokens:
             self.check()
             await asyncio.sleep(0.1)
@@ -72,14 +79,19 @@ def body(model: str, rng: random.Random, num_tokens: int) -> dict:
     return {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
 
 
-async def short_requests(url: str, model: str, key: str, rng: random.Random, *, count: int, until: float = 0.0):
-    """Send short requests one after another, `count` of them and on until a moment; their replies."""
+async def short_request(url: str, model: str, key: str, rng: random.Random) -> http_client.Reply:
+    """Send one short request."""
+    reply = await http_client.complete(url, body(model, rng, SHORT_TOKENS), key=key)
+    if not reply.is_complete:
+        raise RuntimeError(f"a short request was answered with {reply.status}: {reply.error}")
+    return reply
+
+
+async def short_requests(url: str, model: str, rng: random.Random, count: int) -> list[http_client.Reply]:
+    """Send short requests of key B one after another; their replies."""
     replies = []
-    while len(replies) < count or time.perf_counter() < until:
-        reply = await http_client.complete(url, body(model, rng, SHORT_TOKENS), key=key)
-        if not reply.is_complete:
-            raise RuntimeError(f"a short request was answered with {reply.status}: {reply.error}")
-        replies.append(reply)
+    for _ in range(count):
+        replies.append(await short_request(url, model, KEYS["B"], rng))
         await asyncio.sleep(PAUSE_S)
     return replies
 
@@ -92,18 +104,26 @@ def describe(replies: list[http_client.Reply]) -> str:
 
 async def throughput(url: str, model: str, num_streams: int, key: str, rng: random.Random, seconds: float) -> float:
     """Tokens per second of a crowd and of short requests under a key."""
-    crowd = Crowd(url, model, num_streams)
+    crowd, sent = Crowd(url, model, num_streams), []
+
+    async def send() -> None:
+        while True:
+            sent.append(asyncio.create_task(short_request(url, model, key, rng)))
+            await asyncio.sleep(PERIOD_S)
+
+    sender = asyncio.create_task(send())
     try:
         await crowd.settle()
+        await sent[0]
         start, before = time.perf_counter(), await generated_tokens(url)
-        sender = asyncio.create_task(short_requests(url, model, key, rng, count=0, until=start + seconds))
         await asyncio.sleep(seconds)
         crowd.check()
         num_tokens, took = await generated_tokens(url) - before, time.perf_counter() - start
-        sender.cancel()
-        await asyncio.gather(sender, return_exceptions=True)
         return num_tokens / took
     finally:
+        for task in (sender, *sent):
+            task.cancel()
+        await asyncio.gather(sender, *sent, return_exceptions=True)
         await crowd.close()
 
 
@@ -118,13 +138,13 @@ async def measure(url: str, args: argparse.Namespace) -> None:
     """Measure and print."""
     model = (await http_client.get(url, "/models", key=KEYS["B"]))["data"][0]["id"]
     rng = random.Random(0)
-    alone = await short_requests(url, model, KEYS["B"], rng, count=args.requests)
+    alone = await short_requests(url, model, rng, args.requests)
     print(f"B alone: {describe(alone)}")
     for num_streams in args.streams:
         crowd = Crowd(url, model, num_streams)
         try:
             await crowd.settle()
-            beside = await short_requests(url, model, KEYS["B"], rng, count=args.requests)
+            beside = await short_requests(url, model, rng, args.requests)
         finally:
             await crowd.close()
         ratio = statistics.median(one.seconds_to_first for one in beside) / statistics.median(
@@ -146,7 +166,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[30, 250], help="open streams of A (30 250)")
     parser.add_argument("--rows", type=int, default=8, help="rows of the server (8)")
     parser.add_argument("--requests", type=int, default=12, help="requests of B (12)")
-    parser.add_argument("--seconds", type=float, default=60, help="length of each of the turns for throughput (60)")
+    parser.add_argument("--seconds", type=float, default=60, help="length of each turn for throughput (60)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys"
