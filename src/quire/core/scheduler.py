@@ -303,7 +303,7 @@ class Scheduler:
         """Put the tenants that were served less before those that were served more, each in its own order."""
         head = self.waiting.peek()
         order = self.tenants.begin_step(head and head.tenant)
-        if len(order) > 1:
+        if order:
             rows: dict[Tenant, list[Sequence]] = {tenant: [] for tenant in order}
             for sequence in self.running:
                 rows[sequence.tenant].append(sequence)

@@ -11,6 +11,7 @@ what a preemption makes the engine compute again is not charged again. Refuses t
 """
 
 from collections.abc import ItemsView, Iterator, Mapping
+from operator import gt
 from typing import Any
 
 from quire.field_error import FieldError
@@ -180,12 +181,13 @@ class Tenants:
 
     # -- order ---------------------------------------------------------------------------------------------------
 
-    def begin_step(self, head: Tenant | None = None) -> list[Tenant]:
+    def begin_step(self, head: Tenant | None = None) -> list[Tenant] | None:
         """Return the running tenants in the order of this step, which does not change while it is planned.
 
-        `head` is the waiting tenant with the earliest clock.
+        None if that is the order they had. `head` is the waiting tenant with the earliest clock.
         """
         order = sorted(self.running, key=_clock)
+        places = [tenant.place for tenant in order]
         for tenant in order:
             tenant.place = (tenant.clock, tenant.number)
         self._earliest = order[:2]
@@ -193,7 +195,7 @@ class Tenants:
             self.now = max(self.now, order[0].clock)
         if head:  # that others run with earlier clocks is because they want no more
             self.now = max(self.now, head.clock)
-        return order
+        return order if any(map(gt, places, places[1:])) else None
 
     def excess(self, tenant: Tenant, num_rows: int) -> float:
         """How many of so many rows a tenant has beyond its share; below 0 if it has less."""
