@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import suppress
 
 from quire import LLM, AsyncLLM, Request, SamplingParams
-from quire.async_llm import GenerationError, OverloadError
+from quire.async_llm import GenerationError, OverloadError, UnavailableError
 from quire.core.errors import RequestError
 from quire.engine.engine import Engine
 from quire.rollouts import Rollouts
@@ -55,6 +55,8 @@ class AsyncHistory:
 
     async def play(self, num_tasks: int, requests_each: int) -> Counter:
         async with AsyncLLM.from_factory(*self.open_llms) as llm:
+            for thread in llm.engines.threads:
+                thread.heartbeat.limit_s = LONG_S  # a machine that others share may stand still for seconds
             rngs = [random.Random(f"{self.seed} {i}") for i in range(num_tasks)]
             await asyncio.gather(*(self.task(llm, rng, requests_each) for rng in rngs))
             await llm.call_all(lambda engine: engine.audit())
@@ -90,6 +92,11 @@ class AsyncHistory:
         except RequestError:
             self.count["in use"] += 1
             await asyncio.sleep(0)
+            return
+        except UnavailableError:  # three steps in a row failed
+            self.count["unavailable"] += 1
+            await asyncio.sleep(0.1)
+            await self.request(llm, rng)
             return
         got: dict[int, list[int]] = {i: [] for i in range(params.n)}
         ended: dict[int, str] = {}

@@ -455,3 +455,40 @@ def test_a_panic_in_one_call_of_a_mailbox_loses_no_other():
         return made
 
     assert asyncio.run(asyncio.wait_for(main(), LONG_S)) == ["first", "Panic", "last"]
+
+
+def test_the_last_tokens_of_a_request_arrive_if_all_others_are_cancelled_before_the_next_step():
+    """Tokens are delivered in the next step, and there is none if the engine has nothing left to do."""
+
+    class Canceller:
+        long = None
+
+        def on_step(self, engine, start, end, is_failed) -> None:
+            ended = not any(sequence.request.id == "short" for sequence in engine.scheduler.running)
+            if self.long and ended and engine.has_work:
+                llm.engines.threads[0].drop(self.long)
+                self.long = None
+
+        def on_tokens(self, stream, index, now, count) -> None: ...
+
+        def on_end(self, stream, failure) -> None: ...
+
+    canceller = Canceller()
+    llm = AsyncLLM.from_factory(lambda: fake_llm(max_num_seqs=2, max_rounds=1), observers=[canceller])
+
+    async def run() -> None:
+        await llm.start()
+        await asyncio.wrap_future(llm.engines.threads[0].pause())
+        params = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (3, 50)]
+        short, canceller.long = llm.submit(
+            [
+                Request(id=name, prompt_token_ids=(5, 6), params=one)
+                for name, one in zip(("short", "long"), params, strict=True)
+            ]
+        )
+        await asyncio.wrap_future(llm.engines.threads[0].resume())
+        updates = await asyncio.wait_for(short.read_all(), 30)
+        assert sum(len(update.token_ids) for update in updates) == 3
+        await llm.close()
+
+    asyncio.run(run())

@@ -311,6 +311,8 @@ class EngineThread:
             self.heartbeat.beat()
             self._check(engine)
             may_step = engine.has_work and not self._is_paused
+            if not may_step:
+                self._deliver()  # no other step will come to do it
             try:
                 command = self._inbox.get(block=not may_step, timeout=IDLE_BEAT_S)
             except queue.Empty:
@@ -341,8 +343,6 @@ class EngineThread:
         for on_step in self._on_step:
             notify(on_step, engine, start, end, is_failed)
         self.pages.tell(engine)
-        if not engine.has_work:
-            self._deliver()  # no other step will come to do it
 
     def _survive(self, engine: Engine, error: BaseException) -> None:
         """A step failed. When that goes on, everything ends, and for a while nothing is taken."""
