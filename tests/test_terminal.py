@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from quire import GenerationInterrupted, SamplingParams
+from quire import LLM, GenerationInterrupted, SamplingParams
 from quire.cli import chat, generate, main
-from quire.outputs import TextChunk
+from quire.outputs import RequestOutput, TextChunk
 from tests.fake_llm import LONG_S, fake_llm
+from tests.tiny import tiny_llm
 from tests.words import toy_tokenizer
 
 TEMPLATE = """{% for message in messages %}{{ message.content }}{% endfor %}
@@ -295,3 +296,20 @@ def test_a_paste_of_several_lines_is_one_message_on_a_terminal():
         process.kill()
         process.wait()
         os.close(master)
+
+
+def test_ctrl_c_while_an_output_is_printed_loses_no_partial_output(monkeypatch):
+    printed = []
+
+    class Interrupted(generate._JsonPrinter):
+        def add(self, output: RequestOutput) -> None:
+            printed.append(output)
+            if len(printed) == 1:
+                raise KeyboardInterrupt
+
+    with tiny_llm(max_num_seqs=2, max_num_batched_tokens=16, max_rounds=1) as llm:
+        each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (2, 40)]
+        monkeypatch.setattr(llm, "generate_iter", lambda given, _: LLM.generate_iter(llm, given, each, progress=False))
+        status = generate._generate(llm, ["a", "b"], lambda text: [ord(text)], SamplingParams(), Interrupted())
+    assert status == 130
+    assert [(one.index, one.outputs[0].finish_reason) for one in printed] == [(0, "length"), (1, "abort")]

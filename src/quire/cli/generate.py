@@ -4,7 +4,7 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 
 from quire import LLM, EngineConfig, GenerationInterrupted, RequestOutput, SamplingParams
 from quire.cli import engine_knobs, find_model_for, sampling_params
@@ -64,12 +64,13 @@ def _generate(
         printer.add(output)
 
     given = list(prompts()) if isinstance(texts, list) else prompts()  # of a list, the progress bar knows the end
+    outputs = llm.generate_iter(given, params)
     try:
-        for output in llm.generate_iter(given, params):
+        for output in outputs:
             add(output)
         return 0
     except KeyboardInterrupt as error:
-        finished, partial = (error.outputs, error.partial) if isinstance(error, GenerationInterrupted) else ([], [])
+        finished, partial = _left_of(outputs, error)
         for output in finished:
             add(output)
         num_finished = printer.num_added
@@ -78,6 +79,18 @@ def _generate(
         printer.finish()
         print(f"\n{INTERRUPTED}; {num_finished} prompts had finished", file=sys.stderr)
         return 130
+
+
+def _left_of(
+    outputs: Iterator[RequestOutput], error: KeyboardInterrupt
+) -> tuple[list[RequestOutput], list[RequestOutput]]:
+    """Return the outputs that had finished and those that had begun, wherever Ctrl-C interrupted."""
+    if not isinstance(error, GenerationInterrupted) and isinstance(outputs, Generator):
+        try:
+            outputs.throw(error)  # it came while an output was printed
+        except KeyboardInterrupt as its_own:
+            error = its_own
+    return (error.outputs, error.partial) if isinstance(error, GenerationInterrupted) else ([], [])
 
 
 def _stdin_lines() -> Iterator[str]:
