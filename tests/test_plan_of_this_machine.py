@@ -35,6 +35,9 @@ def test_a_machine_with_room_for_the_model(capsys, free_memory):
     assert (code, report["fits"], report["topology"]) == (0, True, "cpu:1")
     assert report["memory_bytes_per_chip"] == (32 << 30) - HOST_RESERVE
     assert report["pool_bytes_per_chip"] <= 4 << 30  # the engine's default on a host
+    page_bytes = report["pool_bytes_per_chip"] // report["num_pages"]
+    assert report["host_pool_bytes_per_chip"] == report["num_pages"] // 2 * page_bytes > 0
+    assert report["headroom_bytes_per_chip"] < report["memory_bytes_per_chip"] - 1.5 * report["pool_bytes_per_chip"]
     assert report["decode_tokens_per_s"] > 0
     assert report["collectives"]["all_reduces_per_step"] == 0
     assert "Llama-3.1-8B.json on the CPU of this machine" in out

@@ -12,6 +12,7 @@ from quire.capacity.model_file import read_model_config
 from quire.capacity.roofline import Collectives, StepTime
 from quire.capacity.topology import Topology, all_reduce_bytes
 from quire.config import EngineConfig, ModelConfig
+from quire.engine.pool_size import host_pages
 from quire.engine.step_shapes import step_shapes
 from quire.engine.validation import max_model_len
 
@@ -84,6 +85,16 @@ class Plan:
         return self.footprint.pool * self._devices
 
     @property
+    def host_pool(self) -> int:
+        """Bytes of pages for preempted sequences; on a CPU they are in the same memory, and 0 for a slice."""
+        if not self.is_of_this_machine or not self.footprint.num_pages:
+            return 0
+        page_bytes = -(-self.pool // self.footprint.num_pages)
+        left = max(self.memory - self.weights - self.pool, 0)
+        num_pages = host_pages(self.config, self.footprint.num_pages, page_bytes=page_bytes, available_bytes=left)
+        return num_pages * page_bytes
+
+    @property
     def temporaries(self) -> int:
         """Bytes that the largest step needs beside them."""
         temps = [program.temp_bytes for program in self.programs if isinstance(program, CompiledProgram)]
@@ -106,7 +117,7 @@ class Plan:
     @property
     def headroom(self) -> int:
         """Bytes left over; negative if it does not fit."""
-        return self.memory - self.weights - self.pool - self.temporaries - self.code
+        return self.memory - self.weights - self.pool - self.host_pool - self.temporaries - self.code
 
     @property
     def fits(self) -> bool:
@@ -150,6 +161,7 @@ class Plan:
             "memory_bytes_per_chip": self.memory,
             "weights_bytes_per_chip": self.weights,
             "pool_bytes_per_chip": self.pool,
+            "host_pool_bytes_per_chip": self.host_pool,
             "temp_bytes_per_chip": self.temporaries,
             "code_bytes_per_chip": self.code,
             "headroom_bytes_per_chip": self.headroom,

@@ -67,6 +67,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     windows = "".join(f" + {size.num_pages:,} for windows of {size.window:,}" for size in plan.footprint.windows)
     pages = f"{plan.footprint.num_pages:,} pages = {tokens:,} tokens{windows}"
     yield f"  pool                    {_gib(plan.pool)}   {pages}"
+    if plan.is_of_this_machine:
+        yield f"  host pages              {_gib(plan.host_pool)}   for preempted sequences (--num-host-pages)"
     yield f"  temporaries             {_gib(plan.temporaries)}   {_source(plan)}"
     programs = "all that the engine compiles" if plan.is_compiled else "not counted: no compiler was asked"
     yield f"  programs                {_gib(plan.code)}   {programs}"
