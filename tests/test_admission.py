@@ -269,6 +269,10 @@ def test_tokens_per_minute_come_back_evenly_and_what_was_not_computed_at_once():
         arrive(gate, "a", "a1", num_tokens=100)
     assert str(no.value) == "key alice: 0 of tokens_per_minute=600 are left and this may need 100"
     assert (no.value.code, no.value.retry_after_s) == ("key_tokens_per_minute", 10)
+    with pytest.raises(OverloadError) as no:
+        arrive(gate, "a", "larger than a minute", num_tokens=701)
+    assert str(no.value).endswith("this may need 701; it runs once a whole minute's tokens are left")
+    assert no.value.retry_after_s == 60
     with pytest.raises(OverloadError):
         gate.check_room("a")
     clock.now += 9.5

@@ -145,6 +145,7 @@ def test_where_blocks_cannot_be_multiplied_the_error_says_why(tmp_path):
             choose_kind("xla", quantize, "bfloat16", one)
     with pytest.raises(ValueError, match=r"these came from none: take quantize='int4', or None"):
         tiny_llm(quantize="gguf")
+    (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is a folder: take quantize='int4'"):
         LLM(tmp_path, quantize="gguf", quiet=True)
 

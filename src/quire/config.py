@@ -64,7 +64,7 @@ class EngineConfig:
 
     dtype: str = knob(DEFAULT_DTYPE, "type of weights, activations and KV pages: bfloat16 or float32")
     quantize: str | None = knob(None, "int8, int4, gguf (as stored), int8-weights, int4-weights or mxfp4")
-    mesh: str | None = knob(None, "devices to use: model=4 or model=2,expert=2; data=2 for two engines")
+    mesh: str | None = knob(None, "devices to use: model=4 or model=2,expert=2; for serve also data=2, two engines")
     page_size: int = knob(16, "token positions in one KV page")
     num_pages: int | None = knob(None, "KV pages in the pool; by default what the memory budget allows")
     max_num_seqs: int = knob(64, "sequences that run at the same time, at most")

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import signal
 import subprocess
 import time
@@ -174,3 +175,10 @@ def test_a_parquet_output_goes_on_where_it_was_stopped(tiny_folder, tmp_path):
     neither = tmp_path / "neither.parquet"
     pq.write_table(pa.table({"text": ["a"]}), neither)
     assert "needs a column 'prompt'" in finish(batch(tiny_folder, neither, tmp_path / "o.parquet"), 2)
+
+
+def test_a_line_that_costs_more_than_a_run_may_says_what_it_takes(tiny_folder, tmp_path):
+    given, output = write_jsonl(tmp_path / "input.jsonl", lines(2)), tmp_path / "output.jsonl"
+    said = finish(batch(tiny_folder, given, output, "--max-tokens", "20", "--max-cost", "5"), 3)
+    cost = int(re.search(r"the next line may come to (\d+) tokens and 5 are left", said)[1])
+    assert f"the same command goes on with --max-cost {cost} or more" in said

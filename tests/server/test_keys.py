@@ -196,7 +196,7 @@ def test_a_file_that_every_user_can_read_is_reported(key_file, caplog, mode, is_
         assert not caplog.records, "the log is not set up yet when a command reads its keys"
         keys.report_exposed_file()
     assert [record.getMessage() for record in caplog.records] == [
-        "--admin-key-file keys can be read by every user of this machine; run `chmod o= keys`"
+        "--admin-key-file keys can be read by every user of this machine: take the right from them (chmod o=)"
     ] * is_reported
 
 

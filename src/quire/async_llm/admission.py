@@ -285,7 +285,9 @@ class Admission:
             left = account.tokens_left(limit, self._clock())
             needed = min(max(num_tokens, 1), limit)  # what is larger than the limit needs all of a minute
             if left < needed:
-                message = f"{max(left, 0):,.0f} of tokens_per_minute={limit:,} are left and this may need {needed:,}"
+                are_left = f"{max(left, 0):,.0f} of tokens_per_minute={limit:,} are left"
+                wait = "; it runs once a whole minute's tokens are left" if num_tokens > limit else ""
+                message = f"{are_left} and this may need {num_tokens:,}{wait}"
                 seconds = (needed - left) * 60 / limit
                 self._reject(f"{_who(client)}: {message}", "key_tokens_per_minute", _whole_seconds(seconds))
 

@@ -165,7 +165,10 @@ class Engines:
         """From now on, give an engine nothing new; ValueError if no other would take it."""
         self.check_index(engine)
         if not any(i != engine and state.is_healthy and not state.refusal for i, state in enumerate(self.states)):
-            raise ValueError(f"engine={engine} is the last one that takes requests; drain() stops all of them")
+            message = (
+                f"engine={engine} is the last one that takes requests: SIGTERM drains a server, drain() an AsyncLLM"
+            )
+            raise ValueError(message)
         self.refuse(engine, "draining")
 
     def resume(self, engine: int) -> None:

@@ -156,7 +156,10 @@ class _Run:
             asyncio.run(self._answer(path, lines))
         except CostLimitError as error:
             spent = self._prompt_tokens + self._generated_tokens
-            _say(f"--max-cost {self._args.max_cost:,}: stopped after {spent:,} tokens, because {error}; {self._state}")
+            most = self._args.max_cost
+            # A next run has all of it again: only a line that needs more than that never runs.
+            hint = f" with --max-cost {error.cost} or more" if error.cost > most else ""
+            _say(f"--max-cost {most:,}: stopped after {spent:,} tokens, because {error}; {self._state}{hint}")
             return STOPPED_BY_COST
         except KeyboardInterrupt:
             _say(f"interrupted; {self._state}")

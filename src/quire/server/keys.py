@@ -107,8 +107,8 @@ class Keys:
         with contextlib.suppress(OSError):
             if self._file and self._file.stat().st_mode & 0o004:
                 name = self._file.name
-                text = f"{self._flag}-file {name} can be read by every user of this machine; run `chmod o= {name}`"
-                _log.warning(text)
+                text = f"{self._flag}-file {name} can be read by every user of this machine"
+                _log.warning("%s: take the right from them (chmod o=)", text)
 
     def __len__(self) -> int:
         return len(self._callers)

@@ -16,6 +16,7 @@ class CostLimitError(Exception):
 
     def __init__(self, cost: int, left: int) -> None:
         super().__init__(f"the next line may come to {cost:,} tokens and {left:,} are left")
+        self.cost = cost
 
 
 class LineRunner:
