@@ -310,6 +310,6 @@ def test_ctrl_c_while_an_output_is_printed_loses_no_partial_output(monkeypatch):
     with tiny_llm(max_num_seqs=2, max_num_batched_tokens=16, max_rounds=1) as llm:
         each = [SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (2, 40)]
         monkeypatch.setattr(llm, "generate_iter", lambda given, _: LLM.generate_iter(llm, given, each, progress=False))
-        status = generate._generate(llm, ["a", "b"], lambda text: [ord(text)], SamplingParams(), Interrupted())
+        status = generate._generate(llm, ["a", "b"], lambda text: [5], SamplingParams(), Interrupted())
     assert status == 130
     assert [(one.index, one.outputs[0].finish_reason) for one in printed] == [(0, "length"), (1, "abort")]
